@@ -1,0 +1,64 @@
+"""Rules that span sections. Each returns what was found, what was expected and what to do. Pure: no device, no network, no file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from miles.config.schema import MilesConfig
+
+LEGAL_PRECISION = {  # (trainer, rollout); spec 4.5: anything else is refused with its reason
+    ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8"),
+    ("nvfp4", "nvfp4"), ("bf16", "int4"),
+}
+
+
+def problems(c: MilesConfig) -> list[str]:
+    """Everything wrong with a configuration as a whole, one message per problem."""
+    out: list[str] = []
+
+    def refuse(found: str, expected: str, do: str):
+        out.append(f"{found}; expected {expected}; {do}")
+
+    lay, ranks = c.trainer.layout, c.cluster.trainer.ranks
+    for name, size in (("tp*pp*cp", lay.tp * lay.pp * lay.cp), ("etp*ep*pp", lay.etp * lay.ep * lay.pp)):
+        if ranks % size:
+            refuse(f"trainer.layout: {name} = {size} does not divide the {ranks} trainer ranks", f"a multiple of {size} ranks",
+                   "change cluster.trainer.nodes / ranks_per_node or trainer.layout")
+    if (lay.first_stage_layers or lay.last_stage_layers) and lay.pp == 1:
+        refuse("trainer.layout: first_stage_layers / last_stage_layers with pp = 1", "pp >= 2", "remove them or raise pp")
+
+    pair = (c.model.trainer_precision, c.model.rollout_precision)
+    if pair not in LEGAL_PRECISION:
+        legal = ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL_PRECISION))
+        refuse(f"precision: trainer {pair[0]} with rollout {pair[1]} has no quantizer that is equal on both sides", f"one of {legal}",
+               "change model.trainer_precision or model.rollout_precision")
+
+    if c.rollout.top_p != 1.0:
+        refuse(f"rollout.top_p = {c.rollout.top_p}: the engine would sample from a cut distribution that the trainer does not see", "1.0", "set rollout.top_p = 1.0")
+    if c.rollout.in_flight < c.rollout.group_size:
+        refuse(f"rollout.in_flight = {c.rollout.in_flight} is smaller than a group of {c.rollout.group_size}", f">= {c.rollout.group_size}",
+               "raise rollout.in_flight")
+    if c.buffer.capacity_groups < c.trainer.groups_per_step:
+        refuse(f"buffer.capacity_groups = {c.buffer.capacity_groups} never holds a step of {c.trainer.groups_per_step} groups",
+               f">= {c.trainer.groups_per_step}", "raise buffer.capacity_groups")
+    if c.run.mode == "async" and c.buffer.max_staleness == 0:
+        refuse("buffer.max_staleness = 0 in asynchronous mode drops everything that overlaps an update", ">= 1", "raise it, or set run.mode = 'sync'")
+    if c.rollout.max_session_tokens > c.model.max_context:
+        refuse(f"rollout.max_session_tokens = {c.rollout.max_session_tokens} exceeds model.max_context = {c.model.max_context}",
+               f"<= {c.model.max_context}", "lower the one or raise the other")
+    if c.rollout.max_session_tokens > c.trainer.max_tokens_per_microbatch * lay.cp:
+        refuse(f"rollout.max_session_tokens = {c.rollout.max_session_tokens} does not fit a micro-batch of "
+               f"{c.trainer.max_tokens_per_microbatch} tokens x cp {lay.cp}", "every trajectory to fit one micro-batch",
+               "raise trainer.max_tokens_per_microbatch or trainer.layout.cp")
+    if c.algorithm.tis_low >= c.algorithm.tis_high:
+        refuse(f"algorithm: tis_low = {c.algorithm.tis_low} >= tis_high = {c.algorithm.tis_high}", "tis_low < tis_high", "change one of them")
+    gpus = c.cluster.rollout.gpus_per_node
+    per_rank = gpus // c.cluster.rollout.ranks_per_node if gpus else 0
+    if gpus and c.engine.tp > per_rank:
+        refuse(f"engine.tp = {c.engine.tp} needs more GPUs than the {per_rank} a rollout rank has", f"<= {per_rank}",
+               "lower engine.tp or rollout.ranks_per_node")
+    if c.engine.tp % c.engine.dp_attention or c.engine.tp % c.engine.ep:
+        refuse(f"engine: tp = {c.engine.tp} is not a multiple of dp_attention = {c.engine.dp_attention} and ep = {c.engine.ep}",
+               "both to divide tp", "change engine.tp, engine.dp_attention or engine.ep")
+    return out

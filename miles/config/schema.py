@@ -1,0 +1,236 @@
+"""The one configuration schema. Every option has a default or a reason, a unit in its description, and is documented from here
+(`docs/config.md` is generated from these classes). Unknown keys are refused with the nearest valid name."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Precision = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4", "int4"]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class RunConfig(Section):
+    """What the run is called and how long it goes on."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$", description="Name; the run directory is ROOT/NAME-UTCTIME.")
+    root: str = Field("runs", description="Folder on the shared file system that holds run directories.")
+    seed: int = Field(1, ge=0, description="Seeds the order of tasks, the model initialisation and the trainer's random state.")
+    steps: int = Field(ge=1, description="Optimizer steps to train.")
+    mode: Literal["async", "sync"] = Field("async", description="`async`: rollouts and training overlap. `sync`: the trainer waits for a batch made with its newest weights.")
+
+
+class ModelConfig(Section):
+    """The model, as an ordinary Hugging Face folder."""
+
+    path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer, chat template).")
+    recipe: Literal["none", "tiny_moe", "smollm2"] = Field("none", description="How `miles-submit prepare` makes the folder when it is absent; `none` expects it to exist.")
+    trainer_precision: Precision = Field("bf16", description="Number format of the trainer's forward and backward.")
+    rollout_precision: Precision = Field("bf16", description="Number format of the engine's weights.")
+    boundary: Literal["auto", "chatml", "glm"] = Field("auto", description="Named rule for the tokens between a sampled turn and the next message; `auto` picks it from the chat template and verifies it.")
+    max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
+
+
+class TasksConfig(Section):
+    """What the model is asked to do."""
+
+    kind: Literal["terminal"] = Field("terminal", description="Environment: `terminal` = shell tasks in a sandbox, tests give the reward.")
+    path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
+    system_prompt: str = Field("", description="First message of every session; empty: the environment's own.")
+    sandbox: Literal["bubblewrap", "unconfined-i-know"] = Field("bubblewrap", description="How commands of the model are confined. `unconfined-i-know` runs them as you, with all your rights.")
+    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run.")
+    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees; the rest is cut with a mark.")
+    memory_mb: int = Field(512, ge=16, description="Address space of a command, MiB.")
+    processes: int = Field(64, ge=1, description="Processes a command may have.")
+    file_mb: int = Field(64, ge=1, description="Largest file a command may write, MiB.")
+
+
+class RolloutConfig(Section):
+    """Sampling and scheduling of trajectories."""
+
+    in_flight: int = Field(ge=1, description="Trajectories running at once over all engines.")
+    group_size: int = Field(8, ge=2, description="Samples of one prompt, compared with each other.")
+    refill: Literal["trajectory", "group"] = Field("trajectory", description="When a slot is refilled: as soon as one trajectory ends, or when a whole group has.")
+    max_turns: int = Field(8, ge=1, description="Turns of one trajectory.")
+    max_turn_tokens: int = Field(512, ge=1, description="Tokens sampled in one turn.")
+    max_session_tokens: int = Field(8192, ge=8, description="Tokens of one whole trajectory, given and sampled.")
+    temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides its logits by the same.")
+    top_p: float = Field(1.0, gt=0, le=1.0, description="Nucleus sampling. Only 1.0 keeps rollout and trainer distributions equal; others are refused.")
+    turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
+    deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
+    retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
+
+
+class SpeculativeConfig(Section):
+    """Speculative decoding in the engine (SGLang's EAGLE / MTP)."""
+
+    algorithm: Literal["EAGLE", "NEXTN"] = Field("EAGLE", description="SGLang's speculative algorithm.")
+    num_steps: int = Field(1, ge=1, description="Draft steps.")
+    topk: int = Field(1, ge=1, description="Draft branches per step.")
+    num_draft_tokens: int = Field(2, ge=1, description="Draft tokens verified at once.")
+
+
+class EngineConfig(Section):
+    """One SGLang server per rollout rank."""
+
+    tp: int = Field(1, ge=1, description="GPUs of one engine (tensor parallel).")
+    dp_attention: int = Field(1, ge=1, description="Attention data-parallel ranks inside one engine.")
+    ep: int = Field(1, ge=1, description="Expert parallel size inside one engine.")
+    kv_cache: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field("auto", description="Number format of the KV cache.")
+    memory_fraction: float = Field(0.85, gt=0, lt=1, description="Share of GPU memory for weights and KV cache.")
+    max_total_tokens: int | None = Field(None, ge=1, description="KV cache size in tokens; needed on CPU, chosen by SGLang on GPU.")
+    max_running: int | None = Field(None, ge=1, description="Requests one engine runs at once.")
+    speculative: SpeculativeConfig | None = Field(None, description="Speculative decoding; absent = off.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Seconds an engine may take until it answers.")
+    restarts: int = Field(3, ge=0, description="How often one rank restarts its engine before it gives up.")
+    port_base: int = Field(31000, ge=1024, le=65000, description="First port tried for engines and session servers; each rank takes free ones from here upward.")
+    extra_args: tuple[str, ...] = Field((), description="Further flags for `sglang.launch_server`, as they are.")
+
+
+class BufferConfig(Section):
+    """The durable trajectory buffer."""
+
+    capacity_groups: int = Field(ge=1, description="Finished groups that may wait; a full buffer starts no new group.")
+    max_staleness: int = Field(ge=0, description="Largest allowed (version being trained - oldest token version), counted when the group is trained.")
+    on_stale: Literal["drop", "retry"] = Field("drop", description="A group over the limit is dropped, or its prompt is sampled again.")
+    keep_trained_gb: float = Field(10.0, ge=0, description="Trained groups kept on disk for analysis, GB; the oldest go first.")
+
+
+class LayoutConfig(Section):
+    """Parallel layout of the trainer (megatron-core)."""
+
+    tp: int = Field(1, ge=1, description="Tensor parallel.")
+    pp: int = Field(1, ge=1, description="Pipeline parallel.")
+    cp: int = Field(1, ge=1, description="Context parallel.")
+    ep: int = Field(1, ge=1, description="Expert parallel.")
+    etp: int = Field(1, ge=1, description="Expert tensor parallel.")
+    first_stage_layers: int | None = Field(None, ge=1, description="Layers of the first pipeline stage when uneven.")
+    last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline stage when uneven.")
+
+
+class OptimizerConfig(Section):
+    """Adam and where its state lives."""
+
+    lr: float = Field(gt=0, description="Learning rate.")
+    warmup_steps: int = Field(0, ge=0, description="Steps over which the learning rate rises linearly from 0.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Adam beta 1.")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Adam beta 2.")
+    eps: float = Field(1e-8, gt=0, description="Adam epsilon.")
+    weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
+    clip_grad: float = Field(1.0, ge=0, description="Global gradient norm limit; 0 = off.")
+    state: Literal["resident", "stream"] = Field("resident", description="fp32 parameters and moments in memory, or streamed to `state_dir` bucket by bucket.")
+    state_dir: str = Field("", description="Node-local folder for streamed state; empty: the site profile's `scratch`.")
+
+
+class TrainerConfig(Section):
+    """The training step."""
+
+    layout: LayoutConfig = Field(default_factory=LayoutConfig, description="Parallel layout.")
+    groups_per_step: int = Field(ge=1, description="Groups one optimizer step consumes.")
+    max_tokens_per_microbatch: int = Field(8192, ge=16, description="Bound on the tokens of one packed micro-batch per data-parallel rank.")
+    routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward.")
+    recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
+    optimizer: OptimizerConfig = Field(description="Optimizer.")
+
+
+class AlgorithmConfig(Section):
+    """The loss. Group-relative policy optimisation with truncated importance sampling."""
+
+    name: Literal["grpo"] = Field("grpo", description="Algorithm.")
+    clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the policy ratio (1 - clip_low).")
+    clip_high: float = Field(0.28, gt=0, description="Upper clip of the policy ratio (1 + clip_high).")
+    tis_low: float = Field(0.0, ge=0, description="Truncated importance sampling: weights below are raised to it.")
+    tis_high: float = Field(2.0, gt=0, description="Truncated importance sampling: weights above are cut to it.")
+    normalize_std: bool = Field(True, description="Divide advantages by the group's standard deviation (off = Dr.GRPO).")
+    reduction: Literal["token", "sequence"] = Field("token", description="Mean over all sampled tokens of the step, or over sequences of their token means.")
+
+
+class WeightsConfig(Section):
+    """How new weights reach the engines."""
+
+    transport: Literal["disk", "broadcast"] = Field("disk", description="`disk`: patches on the shared file system. `broadcast`: one group over the trainer leader and the engines (NCCL on GPU, gloo on CPU).")
+    keyframe_every: int = Field(10, ge=1, description="Every so many versions all tensors are written in full.")
+    keep_keyframes: int = Field(2, ge=1, description="Keyframes (with the patches after them) kept on disk.")
+    pause: Literal["in_place", "retract"] = Field("in_place", description="What happens to running requests: held with their KV cache, or put back and prefilled again.")
+    ack_timeout_s: float = Field(300.0, gt=0, description="Seconds the trainer waits for acknowledgements before it goes on without the late engine.")
+
+
+class CheckpointConfig(Section):
+    """Checkpoints and restarts."""
+
+    every_steps: int = Field(10, ge=1, description="Steps between checkpoints.")
+    keep: int = Field(2, ge=1, description="Checkpoints kept.")
+
+
+class ComponentConfig(Section):
+    """Nodes of one het-job component."""
+
+    nodes: int = Field(ge=1, description="Nodes.")
+    ranks_per_node: int = Field(1, ge=1, description="MPI ranks per node.")
+    gpus_per_node: int = Field(0, ge=0, description="GPUs asked of Slurm per node.")
+    cpus_per_rank: int = Field(1, ge=1, description="CPU cores per rank.")
+    memory_gb: float | None = Field(None, gt=0, description="Memory per node, GB; absent = the partition's default.")
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+
+class ClusterConfig(Section):
+    """The Slurm job."""
+
+    site: str = Field("configs/sites/dev.toml", description="Site profile: account, partition, modules, scratch, environment.")
+    time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
+    signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
+    max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")
+    max_requeues: int = Field(20, ge=0, description="How often the job requeues itself.")
+    trainer: ComponentConfig = Field(description="Component 0.")
+    rollout: ComponentConfig = Field(description="Component 1.")
+
+
+class MilesConfig(Section):
+    """A whole run."""
+
+    run: RunConfig
+    model: ModelConfig
+    tasks: TasksConfig
+    rollout: RolloutConfig
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    buffer: BufferConfig
+    trainer: TrainerConfig
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    weights: WeightsConfig = Field(default_factory=WeightsConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    cluster: ClusterConfig
+
+    @model_validator(mode="after")
+    def _across_sections(self):
+        from miles.config.rules import problems  # rules are listed in one place; imported late because they read this class
+
+        found = problems(self)
+        if found:
+            raise ValueError("\n".join(found))
+        return self
+
+
+class SiteConfig(Section):
+    """What differs between clusters: `configs/sites/NAME.toml`."""
+
+    account: str | None = Field(None, description="Slurm account.")
+    partition: str | None = Field(None, description="Slurm partition.")
+    qos: str | None = Field(None, description="Slurm quality of service.")
+    constraint: str | None = Field(None, description="Slurm node constraint.")
+    reservation: str | None = Field(None, description="Slurm reservation.")
+    mpi: str = Field("pmi2", description="`srun --mpi=` value that matches the MPI library.")
+    setup: tuple[str, ...] = Field((), description="Shell lines run before anything else (module load, source venv).")
+    python: str = Field(".venv/bin/python", description="Python interpreter, relative to the project or absolute.")
+    srun_prefix: tuple[str, ...] = Field((), description="Words put before the command of every rank, e.g. a container launcher.")
+    scratch: str = Field("/tmp", description="Node-local scratch folder.")
+    env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every rank.")
+    sbatch: tuple[str, ...] = Field((), description="Further #SBATCH options for every component, as they are.")
+    gpu_memory_gb: float = Field(80.0, gt=0, description="Memory of one GPU, GB, for the memory plan.")
+    node_disk_gb: float | None = Field(None, gt=0, description="Free node-local disk, GB, for the streaming plan.")
