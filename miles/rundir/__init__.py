@@ -1,0 +1,10 @@
+"""The run directory: paths, atomic publish, journals, epochs and fences, retention.
+
+Owns how bytes become durable on the shared file system. Must not know what the bytes mean.
+"""
+
+from miles.rundir.journal import JournalReader, JournalWriter, read_journal
+from miles.rundir.publish import fsync_dir, publish_bytes, publish_dir, remove_tree, temp_path
+from miles.rundir.rundir import RunDir
+
+__all__ = ["JournalReader", "JournalWriter", "RunDir", "fsync_dir", "publish_bytes", "publish_dir", "read_journal", "remove_tree", "temp_path"]
