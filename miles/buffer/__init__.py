@@ -1,0 +1,15 @@
+"""The durable trajectory buffer: parts, sealed groups, journal, staleness, retention.
+
+Owns the storage format and the exactly-once accounting of groups. Must not import torch.
+"""
+
+from miles.buffer.queue import Taken, TrainerQueue
+from miles.buffer.state import BufferState, GroupInfo, Status
+from miles.buffer.storage import group_path, read_group, read_summaries, read_trajectory
+from miles.buffer.view import BufferView
+from miles.buffer.writer import BufferWriter, write_part
+
+__all__ = [
+    "BufferState", "BufferView", "BufferWriter", "GroupInfo", "Status", "Taken", "TrainerQueue", "group_path", "read_group",
+    "read_summaries", "read_trajectory", "write_part",
+]

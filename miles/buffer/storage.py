@@ -1,0 +1,149 @@
+"""HDF5 storage of trajectories.
+
+    parts/g00000012s003.h5         one finished trajectory of a group that is still open
+    groups/<2 hex>/g00000012.h5    sealed group: /trajectories/000, /trajectories/001, ...
+
+Each trajectory is an HDF5 group with datasets tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T], versions int32 [T],
+routes uint8|uint16 [T-1, L, K] (absent for dense models); scalars are in the attribute `record` (JSON), and `digest` is the xxh3-128 of
+record and arrays. Tokens, masks, versions and routes are zstd-compressed; log-probabilities do not compress and are stored as they are.
+Sealing copies the compressed chunks of the parts without decoding them.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import h5py
+import hdf5plugin
+import msgspec
+import numpy as np
+import xxhash
+
+from miles.core import Group, StructureError, Trajectory
+from miles.rundir.publish import explain_os_errors, fsync_dir, publish_file, temp_path
+
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "routes")
+_SCALARS = (
+    "group_id", "sample", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
+    "prompt_tokens", "seconds", "meta",
+)
+
+
+def part_path(buffer_dir: Path, group_id: int, sample: int) -> Path:
+    return buffer_dir / "parts" / f"g{group_id:08d}s{sample:03d}.h5"
+
+
+def group_path(buffer_dir: Path, group_id: int) -> Path:
+    """Sealed file of a group; 256 hashed folders keep directories small."""
+    name = f"g{group_id:08d}"
+    return buffer_dir / "groups" / xxhash.xxh32_hexdigest(name.encode())[:2] / f"{name}.h5"
+
+
+def write_part_file(buffer_dir: Path, trajectory: Trajectory) -> Path:
+    """Publish one trajectory. The same trajectory written twice replaces itself."""
+    final = part_path(buffer_dir, trajectory.group_id, trajectory.sample)
+    tmp = temp_path(final)
+    with explain_os_errors(final), h5py.File(tmp, "w", libver="earliest", locking=False) as f:
+        _write(f.create_group("trajectory"), trajectory)
+    publish_file(tmp, final)
+    return final
+
+
+def seal_parts(buffer_dir: Path, group_id: int, samples: list[int]) -> int:
+    """Copy parts into the sealed group file and publish it exclusively. Returns its size in bytes.
+
+    Raises FileExistsError when the group was sealed already (by a process of an older epoch that got there first).
+    """
+    final = group_path(buffer_dir, group_id)
+    if not final.parent.is_dir():
+        final.parent.mkdir(exist_ok=True)
+        fsync_dir(final.parent.parent)
+    tmp = temp_path(final)
+    with explain_os_errors(final):
+        with h5py.File(tmp, "w", libver="earliest", locking=False) as out:
+            out.attrs["group_id"] = group_id
+            out.create_group("trajectories")
+            for n, sample in enumerate(sorted(samples)):
+                with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as part:
+                    part.copy("trajectory", out["trajectories"], name=f"{n:03d}")
+        with open(tmp, "rb") as f:
+            os.fsync(f.fileno())
+        try:
+            os.link(tmp, final)  # unlike rename, never replaces: one creator per group
+        finally:
+            tmp.unlink()
+        fsync_dir(final.parent)
+    return final.stat().st_size
+
+
+def remove_parts(buffer_dir: Path, group_id: int) -> None:
+    for path in (buffer_dir / "parts").glob(f"g{group_id:08d}s*.h5"):
+        path.unlink(missing_ok=True)
+
+
+def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
+    """Samples already on disk of groups still open: group id -> samples."""
+    out: dict[int, list[int]] = {}
+    for path in sorted((buffer_dir / "parts").glob("g*.h5")):
+        out.setdefault(int(path.stem[1:9]), []).append(int(path.stem[10:]))
+    return out
+
+
+def read_part(buffer_dir: Path, group_id: int, sample: int) -> Trajectory:
+    with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as f:
+        return _read(f["trajectory"])
+
+
+def read_group(buffer_dir: Path, group_id: int) -> Group:
+    """A whole sealed group, digests verified. Raises StructureError (cause `digest`) when bytes do not match."""
+    with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
+        items = tuple(_read(f["trajectories"][k]) for k in sorted(f["trajectories"]))
+    return Group(group_id, items[0].task_id, items)
+
+
+def read_trajectory(buffer_dir: Path, group_id: int, index: int) -> Trajectory:
+    """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers)."""
+    with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
+        return _read(f[f"trajectories/{index:03d}"])
+
+
+def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:
+    """Scalars of each trajectory plus `length`, without reading arrays: what planning a step needs."""
+    with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
+        return [
+            {**msgspec.json.decode(g.attrs["record"]), "length": len(g["tokens"])}
+            for g in (f["trajectories"][k] for k in sorted(f["trajectories"]))
+        ]
+
+
+def _write(node: h5py.Group, t: Trajectory) -> None:
+    record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version})
+    node.attrs["record"] = record.decode()
+    node.attrs["digest"] = _digest(record, [getattr(t, k) for k in _ARRAYS])
+    for name in _ARRAYS:
+        array = getattr(t, name)
+        if array is None:
+            continue
+        packed = {} if name == "logprobs" else dict(hdf5plugin.Zstd(clevel=1), shuffle=array.dtype.itemsize > 1)
+        node.create_dataset(name, data=array, **packed, chunks=True if packed and array.size else None)
+
+
+def _read(node: h5py.Group) -> Trajectory:
+    arrays = [node[k][...] if k in node else None for k in _ARRAYS]
+    record = node.attrs["record"].encode()
+    if _digest(record, arrays) != node.attrs["digest"]:
+        raise StructureError(f"{node.file.filename}{node.name}: stored bytes do not match their digest", "the digest written with them",
+                             "the group is dropped; check the file system", cause="digest")
+    scalars = msgspec.json.decode(record)
+    scalars.pop("oldest_version")
+    return Trajectory(**scalars, **dict(zip(_ARRAYS, arrays, strict=True)))
+
+
+def _digest(record: bytes, arrays: list[np.ndarray | None]) -> str:
+    h = xxhash.xxh3_128(record)
+    for a in arrays:
+        if a is not None:
+            h.update(f"{a.dtype.str}{a.shape}".encode())
+            h.update(np.ascontiguousarray(a))
+    return h.hexdigest()

@@ -1,0 +1,164 @@
+import itertools
+
+import h5py
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.buffer import BufferState, BufferView, BufferWriter, Status, TrainerQueue, group_path, read_group, read_summaries, write_part
+from miles.buffer.storage import finished_parts
+from miles.config import load_config
+from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
+from miles.rundir import RunDir
+
+
+def trajectory(group=0, sample=0, version=1, reward=1.0, n=6):
+    mask = np.array([0] * (n // 2) + [1] * (n - n // 2), np.uint8)
+    return Trajectory(
+        group_id=group, sample=sample, task_id="t", tokens=np.arange(n, dtype=np.int32), loss_mask=mask,
+        logprobs=np.where(mask, -0.5, 0).astype(np.float32), versions=np.where(mask, version, NO_VERSION).astype(np.int32),
+        routes=np.arange((n - 1) * 4, dtype=np.uint8).reshape(n - 1, 2, 2), reward=reward, finish_reason="done", turns=1, exact=True,
+    )
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "buffer.max_staleness=2")))
+
+
+@pytest.fixture
+def writer(run):
+    return BufferWriter(run, run.new_epoch("rollout"))
+
+
+def put(run, writer, group, version=1, samples=2):
+    writer.start(group, "t")
+    for s in range(samples):
+        write_part(run, run.current_epoch("rollout"), trajectory(group, s, version, reward=float(s)))
+    writer.seal(group, list(range(samples)))
+
+
+def queue(run, step=0):
+    return TrainerQueue(run, run.new_epoch("trainer"), step)
+
+
+def test_a_sealed_group_reads_back_equal_and_its_parts_are_gone(run, writer):
+    put(run, writer, 7)
+    g = read_group(run.buffer_dir, 7)
+    for s, t in enumerate(g.trajectories):
+        expected = trajectory(7, s, 1, reward=float(s))
+        for name in ("tokens", "loss_mask", "logprobs", "versions", "routes"):
+            a, b = getattr(t, name), getattr(expected, name)
+            assert a.dtype == b.dtype and np.array_equal(a, b), name
+        assert (t.reward, t.sample, t.exact) == (float(s), s, True)
+    assert finished_parts(run.buffer_dir) == {}
+    assert [i["length"] for i in read_summaries(run.buffer_dir, 7)] == [6, 6]
+
+
+def test_groups_are_taken_first_sealed_first_and_once(run, writer):
+    for g in (3, 1, 2):
+        put(run, writer, g)
+    q = queue(run)
+    assert [g.group_id for g in q.take(2, version=1, step=1).groups] == [3, 1]
+    assert q.take(2, version=1, step=2) is None
+    put(run, writer, 4)
+    q.poll()
+    assert [g.group_id for g in q.take(2, version=1, step=2).groups] == [2, 4]
+
+
+def test_staleness_is_counted_when_taken_and_over_the_limit_dropped(run, writer):
+    put(run, writer, 0, version=1)
+    put(run, writer, 1, version=2)
+    q = queue(run)
+    taken = q.take(1, version=4, step=1)
+    assert [g.group_id for g in taken.stale] == [0] and [g.group_id for g in taken.groups] == [1]
+    assert q.state.dropped_by_reason() == {"stale": 1}
+
+
+def test_a_restart_undoes_what_was_trained_after_its_checkpoint(run, writer):
+    for g in range(3):
+        put(run, writer, g)
+    q = queue(run)
+    for step in (1, 2):
+        ids = [g.group_id for g in q.take(1, 1, step).groups]
+        q.trained(ids, 1, step)
+    q.take(1, 1, 3)  # taken, then the trainer dies
+    again = queue(run, step=1)
+    assert {g.group_id: g.status for g in again.state.groups.values()} == {0: Status.TRAINED, 1: Status.READY, 2: Status.READY}
+    assert [g.group_id for g in again.take(2, 1, 2).groups] == [1, 2]
+
+
+def test_an_old_trainer_cannot_take_after_a_new_one_has_started(run, writer):
+    put(run, writer, 0)
+    old = queue(run)
+    queue(run)
+    with pytest.raises(StaleEpochError):
+        old.take(1, 1, 1)
+
+
+def test_an_old_rollout_rank_cannot_publish_a_part(run, writer):
+    run.new_epoch("rollout")
+    with pytest.raises(StaleEpochError):
+        write_part(run, 1, trajectory())
+
+
+def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, writer):
+    from miles.buffer.storage import seal_parts
+
+    writer.start(5, "t")
+    for s in range(2):
+        write_part(run, 1, trajectory(5, s))
+    seal_parts(run.buffer_dir, 5, [0, 1])  # ... and dead before `ready`
+    second = BufferWriter(run, run.new_epoch("rollout"))
+    second.seal(5, [0, 1])
+    view = BufferView(run)
+    view.poll()
+    assert [g.group_id for g in view.state.ready_in_order()] == [5] and finished_parts(run.buffer_dir) == {}
+
+
+def test_flipped_bytes_are_found(run, writer):
+    put(run, writer, 0)
+    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
+        f["trajectories/001/logprobs"][5] = -0.25
+    with pytest.raises(StructureError, match="digest"):
+        read_group(run.buffer_dir, 0)
+
+
+def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
+    q = queue(run)
+    for g in range(3):
+        put(run, writer, g)
+        q.poll()
+        q.take(1, 1, g + 1)
+        q.trained([g], 1, g + 1)
+    size = group_path(run.buffer_dir, 0).stat().st_size
+    q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 1.5 * size / 1e9})})
+    assert q.retire(up_to_step=3) == 2
+    assert [group_path(run.buffer_dir, g).exists() for g in range(3)] == [False, False, True]
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_fold_does_not_depend_on_how_the_two_journals_interleave(data):
+    ids = st.integers(0, 4)
+    made = [{"kind": "start", "group": g, "task": "t"} for g in range(5)]
+    made += [{"kind": "ready", "group": g, "task": "t", "trajectories": 2, "oldest_version": 1, "tokens": 9, "reward_mean": 0.5}
+             for g in data.draw(st.lists(ids, unique=True))]
+    used, step = [], 0
+    for _ in range(data.draw(st.integers(0, 6))):
+        kind = data.draw(st.sampled_from(["taken", "trained", "restore"]))
+        if kind == "restore":
+            step = data.draw(st.integers(0, step))
+            used.append({"kind": "restore", "step": step})
+        else:
+            step += kind == "taken"
+            used.append({"kind": kind, "groups": [data.draw(ids)], "step": step, "version": 1})
+    def fold(order):
+        s = BufferState()
+        for r in order:
+            s.apply(r)
+        return {i: (g.status, g.step, g.ready_order) for i, g in s.groups.items()}
+    i = data.draw(st.integers(0, len(made)))
+    mixed = list(itertools.chain(made[:i], used, made[i:]))
+    assert fold(made + used) == fold(mixed) == fold(used + made)
