@@ -1,0 +1,46 @@
+"""Run under mpiexec by test_comm.py: `world_program.py world` or `link RUN ROLE EPOCH`."""
+
+import os
+import sys
+import time
+
+from miles.comm import Link, World
+from miles.core import Role
+from miles.rundir import RunDir
+
+
+def world():
+    w = World(3)
+    assert w.broadcast_bytes(b"abc" * 1000 if w.leader else None) == b"abc" * 1000
+    w.post((w.rank + 1) % 3, {"from": w.rank, "i": 0})
+    w.post((w.rank + 1) % 3, {"from": w.rank, "i": 1})
+    got = []
+    while len(got) < 2:
+        got += list(w.poll())
+        time.sleep(0.001)
+    assert got == [((w.rank - 1) % 3, {"from": (w.rank - 1) % 3, "i": i}) for i in (0, 1)], got
+    print("world ok", flush=True)
+
+
+def link(path, role, epoch):
+    end = Link(RunDir(path), Role(role), int(epoch))
+    deadline = time.time() + 30
+    while time.time() < deadline:
+        end.tick()
+        if end.connected:
+            end.wake()
+            if end.woken():
+                print(f"{role} woken", flush=True)
+                if role == "rollout":
+                    end.wake()
+                    time.sleep(0.3)
+                    os._exit(0)
+                deadline = min(deadline, time.time() + 1.0) if len(sys.argv) > 5 else deadline
+        time.sleep(0.01)
+    os._exit(0)
+
+
+if sys.argv[1] == "world":
+    world()
+else:
+    link(*sys.argv[2:5])
