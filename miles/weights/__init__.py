@@ -1,0 +1,11 @@
+"""Weight versions: what the trainer publishes, how it travels, what an engine acknowledges.
+
+    patch.py      which elements changed, as idempotent (position, new value) pairs; dense where sparse does not pay
+    store.py      versions as folders: keyframes, deltas and broadcasts, each with a manifest that verifies
+    follow.py     the reader's side: from the version it has to the newest one, digests checked
+    acks.py       what each engine says it serves
+    publish.py    the trainer's side: choose the encoding, publish, broadcast
+    mapping/      Hugging Face names <-> megatron-core shards
+
+Must not know the schedule.
+"""

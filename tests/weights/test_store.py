@@ -1,0 +1,170 @@
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from miles.config import load_config
+from miles.core import StaleEpochError, StructureError
+from miles.rundir import RunDir
+from miles.weights.acks import Ack, read_acks, write_ack
+from miles.weights.follow import Follower
+from miles.weights.patch import apply_sparse, bits, diff
+from miles.weights.store import WeightStore
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
+
+
+def state(seed, n=64):
+    g = torch.Generator().manual_seed(seed)
+    return {"a.weight": torch.randn(4, n, generator=g), "b.weight": torch.randn(n, generator=g).bfloat16()}
+
+
+def bump(s, k=1):
+    new = {n: t.clone() for n, t in s.items()}
+    for t in new.values():
+        bits(t)[:k] ^= 1
+    return new
+
+
+@pytest.fixture
+def run(tmp_path):
+    r = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    r.new_epoch("trainer")
+    return r
+
+
+@pytest.fixture
+def store(run):
+    return WeightStore(run)
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(bits(a[k]), bits(b[k])) for k in a)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DTYPES), st.integers(1, 200), st.data())
+def test_a_patch_rebuilds_the_new_bits_exactly_and_is_idempotent(dtype, n, data):
+    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    old = torch.randint(0, 255, (n * dtype.itemsize,), generator=g, dtype=torch.uint8).view(dtype)
+    new = old.clone()
+    for i in data.draw(st.lists(st.integers(0, n - 1), unique=True)):
+        bits(new)[i] ^= 1
+    kind, positions, values = diff(new, old)
+    if kind == "sparse":
+        once = apply_sparse(old, positions, values)
+        assert torch.equal(bits(once), bits(new)) and torch.equal(bits(apply_sparse(once, positions, values)), bits(new))
+    elif kind == "dense":
+        assert torch.equal(bits(values), bits(new))
+    else:
+        assert torch.equal(bits(old), bits(new))
+
+
+def test_dense_is_chosen_when_positions_and_values_would_be_larger():
+    old = torch.zeros(8)
+    new = old.clone()
+    new[:3] = 1
+    assert diff(new, old)[0] == "sparse"  # 3 * 8 bytes < 32
+    new[:4] = 1
+    assert diff(new, old)[0] == "dense"  # 4 * 8 = 32
+
+
+def test_a_position_outside_is_refused():
+    with pytest.raises(IndexError):
+        apply_sparse(torch.zeros(2), torch.tensor([2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
+
+
+def test_a_reader_follows_keyframe_and_deltas_and_may_skip_versions(run, store):
+    s1 = state(1)
+    s2 = bump(s1)
+    s3 = bump(s2, 2)
+    store.publish(1, 0, s1, 1)
+    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    store.publish(3, 2, s3, 1, previous=s2, base=2)
+    f = Follower(store)
+    m, changed = f.advance(1)
+    assert equal(f.state, s1) and changed == set(s1) and (m.encoding, m.step) == ("keyframe", 0)
+    f.advance(3)
+    assert equal(f.state, s3) and f.version == 3
+    late = Follower(store)
+    late.advance(3)
+    assert equal(late.state, s3)
+
+
+def test_only_changed_tensors_are_named(store):
+    s1 = state(1)
+    s2 = {**s1, "b.weight": bump(s1)["b.weight"]}
+    store.publish(1, 0, s1, 1)
+    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    f = Follower(store)
+    f.advance(1)
+    assert f.advance(2)[1] == {"b.weight"}
+
+
+def test_a_keyframe_is_an_ordinary_safetensors_file(run, store):
+    store.publish(1, 0, state(1), 1)
+    assert equal(load_file(run.weights_dir / "v000001" / "weights.safetensors"), state(1))
+
+
+def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
+    s1, s2, s3 = state(1), state(2), state(3)
+    store.publish(1, 0, s1, 1)
+    f = Follower(store)
+    f.advance(1)
+    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    path = run.weights_dir / "v000002" / "weights.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StructureError, match="does not match its manifest"):
+        f.advance(2)
+    assert f.version == 1 and equal(f.state, s1)  # what it had is untouched
+    store.publish(3, 2, s3, 1)
+    f.advance(3)
+    assert equal(f.state, s3)
+
+
+def test_a_reader_with_the_wrong_base_goes_back_to_the_keyframe(store):
+    s1, s2 = state(1), bump(state(1))
+    store.publish(1, 0, s1, 1)
+    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    f = Follower(store)
+    f.version, f.state = 1, state(9)  # claims version 1, holds something else
+    f.advance(2)
+    assert equal(f.state, s2)
+
+
+def test_files_do_not_lead_across_a_broadcast(store):
+    s = state(1)
+    store.publish(1, 0, s, 1)
+    store.publish_broadcast(2, 1, bump(s), 1, base=1, extra={})
+    assert Follower(store).advance(2) is None
+    assert store.newest() == 2 and json.loads(json.dumps(store.manifest(2).extra)) == {}
+
+
+def test_an_old_trainer_cannot_publish(run, store):
+    run.new_epoch("trainer")
+    with pytest.raises(StaleEpochError):
+        store.publish(1, 0, state(1), 1)
+    assert store.versions() == []
+
+
+def test_retention_keeps_what_the_kept_keyframes_need(store):
+    s = state(1)
+    for v in range(1, 8):
+        new = bump(s)
+        store.publish(v, v, new, 1, **({} if v % 3 == 1 else {"previous": s, "base": v - 1}))
+        s = new
+    assert store.retire(2) == [1, 2, 3] and store.versions() == [4, 5, 6, 7]
+    f = Follower(store)
+    f.advance(7)
+    assert equal(f.state, s)
+
+
+def test_acks_of_an_older_epoch_are_not_counted(run):
+    write_ack(run, Ack(0, 1, 0, 3, "d"))
+    write_ack(run, Ack(1, 2, 0, 4, "e"))
+    assert read_acks(run, 2) == {1: Ack(1, 2, 0, 4, "e")}
