@@ -48,10 +48,30 @@ def register() -> None:
             sys.exit(f"miles-sglang-cpu-shim: sglang {SGLANG_VERSION} has no {host_pool.__name__}.{name}; the installation is not the released one")
         setattr(host_pool, name, lambda *args, **kwargs: None)
     torch.Tensor.pin_memory = lambda self, *args, **kwargs: self
+    # A debugging aid of SGLang imports megatron-core where it is installed, 2 s for nothing; None makes that import fail at once.
+    sys.modules.setdefault("megatron.core", None)
+    _fork_instead_of_spawn()
     proxy = _TorchWithoutPinning()
     for name in PINNING_MODULES:
         if name in sys.modules:  # the scheduler imported it before plugins ran; other processes never do
             sys.modules[name].torch = proxy
+
+
+def _fork_instead_of_spawn() -> None:
+    """Let the server's main process fork its scheduler and detokenizer.
+
+    SGLang spawns them because a CUDA context does not survive a fork. Without CUDA that only makes each of them import everything
+    again: 10 s of CPU per process. No thread runs yet when they are started.
+    """
+    import multiprocessing
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def after(result, *args, **kwargs):
+        multiprocessing.set_start_method("fork", force=True)
+        return result
+
+    HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", after, HookType.AFTER)
 
 
 class _TorchWithoutPinning(types.ModuleType):
