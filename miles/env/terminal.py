@@ -1,0 +1,172 @@
+"""The terminal agent loop: the model writes one shell command a turn, sees its output, and says when it is done; then tests give the reward.
+
+A reply is the command, as it is (a fenced code block in it, if there is one, is taken as the command). The word DONE alone, or as the last line after
+a command, ends the episode. Everything is ordinary chat messages, so any model with a chat template can play.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Literal, Protocol
+
+from miles.config import MilesConfig
+from miles.core import EnvironmentFault
+from miles.env.sandbox import CommandLimits, CommandResult, Kind, Sandbox, Workspace
+from miles.env.tasks import Task
+
+SYSTEM_PROMPT = "You work in a Linux shell. Reply with one shell command and nothing else. When the task is finished, reply DONE."
+DONE = "DONE"
+_FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+class ChatReply(Protocol):
+    content: str
+    finish_reason: str  # stop | length | abort
+
+
+Chat = Callable[[list[dict[str, str]]], Awaitable[ChatReply]]
+
+
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What one episode may use, and how its commands are confined."""
+
+    max_turns: int = 8
+    deadline_s: float = 3600.0  # wall clock of the turns, seconds; the tests have their own
+    command: CommandLimits = CommandLimits()
+    system_prompt: str = SYSTEM_PROMPT
+    sandbox: Kind = "bubblewrap"
+
+    @classmethod
+    def from_config(cls, config: MilesConfig) -> EpisodeLimits:
+        t, r = config.tasks, config.rollout
+        command = CommandLimits(wall_s=t.command_timeout_s, output_chars=t.output_limit, memory_mb=t.memory_mb, processes=t.processes, file_mb=t.file_mb)
+        return cls(max_turns=r.max_turns, deadline_s=r.deadline_s, command=command, system_prompt=t.system_prompt or SYSTEM_PROMPT, sandbox=t.sandbox)
+
+
+@dataclass(frozen=True)
+class Episode:
+    """How an episode ended."""
+
+    reward: float  # 0..1, from the tests
+    finish: Literal["done", "turns", "length", "deadline"]
+    turns: int  # replies of the model
+    env_s: float  # seconds spent in commands and tests
+
+
+@cache
+def shared_sandbox(kind: Kind) -> Sandbox:
+    """The one sandbox of this process and kind: its self-check runs once."""
+    return Sandbox(kind)
+
+
+async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
+    """Play one task: `chat` is given the whole message list, which only ever grows at its end, and answers with the model's next reply.
+
+    Raises EnvironmentFault when the machine fails (sandbox, tests, an aborted reply): such an episode has no reward.
+    """
+    sandbox = shared_sandbox(limits.sandbox)
+    if task.memory_mb:
+        limits = replace(limits, command=replace(limits.command, memory_mb=task.memory_mb))
+    await sandbox.check()  # before the model is asked anything
+    deadline = time.monotonic() + min(limits.deadline_s, task.agent_timeout_s or math.inf)
+    messages = first_messages(task, limits)
+    env_s, turns, finish = 0.0, 0, "turns"
+    with Workspace(task.start_files) as workspace:
+        while turns < limits.max_turns:
+            try:
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    reply = await chat(messages)
+            except TimeoutError:
+                if time.monotonic() < deadline:
+                    raise  # a time-out of the caller's own, not this deadline
+                finish = "deadline"
+                break
+            turns += 1
+            if reply.finish_reason == "abort":
+                raise EnvironmentFault(f"task {task.name}: the engine aborted turn {turns}", "a reply that ended by itself or by length", "start the episode again")
+            if reply.finish_reason == "length":  # half a command is not run
+                finish = "length"
+                break
+            command, done = parse_reply(reply.content)
+            result = None
+            if command:
+                result = await sandbox.run(command, workspace, limits.command)
+                env_s += result.seconds
+            if done:
+                finish = "done"
+                break
+            messages = [*messages, {"role": "assistant", "content": reply.content}, {"role": "user", "content": show(result, limits.command)}]
+        reward, seconds = await run_tests(task, sandbox, workspace, limits.command)
+    return Episode(reward, finish, turns, env_s + seconds)
+
+
+def first_messages(task: Task, limits: EpisodeLimits) -> list[dict[str, str]]:
+    return [{"role": "system", "content": limits.system_prompt}, {"role": "user", "content": task.instruction}]
+
+
+def parse_reply(content: str) -> tuple[str, bool]:
+    """(command, whether the model says that it is done) of a reply."""
+    text = content.strip()
+    done = False
+    if text.rsplit("\n", 1)[-1].strip() == DONE:
+        text, done = text[: -len(DONE)].rstrip(), True
+    fenced = _FENCE.search(text)
+    return (fenced.group(1) if fenced else text).strip(), done
+
+
+def show(result: CommandResult | None, limits: CommandLimits) -> str:
+    """What the model is told about its command. Never empty: templates differ in how they write an empty message."""
+    if result is None:
+        return "[no command]"
+    lines = [result.output.rstrip()] if result.output.strip() else []
+    if result.cut:
+        lines.append(f"[output cut at {limits.output_chars} characters]")
+    if result.stopped:
+        lines.append(f"[stopped: over {limits.wall_s:g} s]" if result.stopped == "time" else "[stopped: too much output]")
+    elif result.exit_code:
+        lines.append(f"[exit {result.exit_code}]")
+    return "\n".join(lines) or "[ok]"
+
+
+async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command: CommandLimits) -> tuple[float, float]:
+    """(reward, seconds) of tests/test.sh, in a fresh sandbox: no process of the model is alive, the tests are mounted read-only only now.
+
+    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (bubblewrap only). Everything else is a fault of
+    the task or the machine, raised as EnvironmentFault. A test that runs what the model wrote must bound it itself (`timeout 5 ./prog`).
+    """
+    workspace.drop_traps()
+    tests = workspace.add("tests", task.tests, owned=False)
+    logs = workspace.add("logs")
+    (logs / "verifier").mkdir()
+    for p in (logs, logs / "verifier"):
+        p.chmod(0o777)
+    limits = replace(command, wall_s=task.verifier_timeout_s)
+    if sandbox.kind == "bubblewrap":
+        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs})
+    else:
+        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits)
+    if result.stopped or result.exit_code not in (0, 1):
+        what = f"was stopped by its {result.stopped} limit" if result.stopped else f"exited with {result.exit_code}"
+        raise EnvironmentFault(f"task {task.name}: tests/test.sh {what}; output: {result.output[-300:]!r}", "exit 0 (solved) or 1 (not solved)",
+                               "correct the test, or raise [verifier] timeout_sec in its task.toml")
+    return _written_reward(task, logs / "verifier" / "reward.txt", float(result.exit_code == 0)), result.seconds
+
+
+def _written_reward(task: Task, path, otherwise: float) -> float:
+    if path.is_symlink() or not path.is_file():
+        return otherwise
+    text = path.read_bytes()[:64].decode("utf-8", "replace").strip()
+    try:
+        reward = float(text)
+    except ValueError:
+        reward = math.nan
+    if not 0.0 <= reward <= 1.0:
+        raise EnvironmentFault(f"task {task.name}: tests wrote reward {text!r}", "a number from 0 to 1", "correct tests/test.sh")
+    return reward

@@ -1,0 +1,225 @@
+"""The agent loop with scripted models: what the model is shown, when an episode ends, how it is rewarded, what is a fault."""
+
+import asyncio
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from miles.config import load_config
+from miles.core import EnvironmentFault
+from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode
+from miles.env.terminal import parse_reply
+
+LIMITS = EpisodeLimits(max_turns=4, deadline_s=30.0, command=CommandLimits(wall_s=2.0, output_chars=40))
+HELLO = '[ "$(cat out.txt)" = hello ] || exit 1'
+
+
+@dataclass
+class Reply:
+    content: str
+    finish_reason: str = "stop"
+
+
+class Script:
+    """A model that says what it was told to say; keeps what it was shown."""
+
+    def __init__(self, *replies):
+        self.replies = [r if isinstance(r, Reply) else Reply(r) for r in replies]
+        self.shown = []
+
+    async def __call__(self, messages):
+        self.shown.append(messages)
+        return self.replies[len(self.shown) - 1]
+
+
+def play(task, *replies, limits=LIMITS):
+    script = Script(*replies)
+    return asyncio.run(run_episode(task, script, limits)), script.shown
+
+
+def test_a_solved_task_gives_one_and_the_messages_only_grow(make_task):
+    episode, shown = play(make_task(HELLO, {"a.txt": "hello\n"}), "cat a.txt", "cp a.txt out.txt", "DONE")
+    assert (episode.reward, episode.finish, episode.turns) == (1.0, "done", 3)
+    assert 0 < episode.env_s < 10
+    assert shown[-1] == [
+        {"role": "system", "content": SYSTEM_PROMPT},
+        {"role": "user", "content": "Do it."},
+        {"role": "assistant", "content": "cat a.txt"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "cp a.txt out.txt"},
+        {"role": "user", "content": "[ok]"},
+    ]
+    assert all(later[: len(earlier)] == earlier for earlier, later in zip(shown, shown[1:], strict=False))
+
+
+def test_an_unsolved_task_gives_zero(make_task):
+    assert play(make_task(HELLO), "DONE")[0].reward == 0.0
+
+
+@pytest.mark.parametrize(
+    ("content", "parsed"),
+    [
+        ("ls -l\n", ("ls -l", False)),
+        ("DONE", ("", True)),
+        (" DONE \n", ("", True)),
+        ("echo hi > a\nDONE", ("echo hi > a", True)),
+        ("echo DONE", ("echo DONE", False)),
+        ("done", ("done", False)),
+        ("```bash\nls\ncat a\n```", ("ls\ncat a", False)),
+        ("Sure:\n```\nls\n```\nThis lists files.", ("ls", False)),
+        ("```sh\nls", ("ls", False)),
+        ("", ("", False)),
+    ],
+)
+def test_a_reply_is_a_command_or_the_word_done(content, parsed):
+    assert parse_reply(content) == parsed
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("false", "[exit 1]"),
+        ("echo no; exit 7", "no\n[exit 7]"),
+        ("seq -s, 1 100", "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,1\n[output cut at 40 characters]"),
+        ("sleep 30", "[stopped: over 2 s]"),
+        ("yes", "y\n" * 20 + "[output cut at 40 characters]\n[stopped: too much output]"),
+        ("", "[no command]"),
+        ("true", "[ok]"),
+    ],
+)
+def test_the_model_is_shown_what_came_of_its_command(make_task, command, shown):
+    assert play(make_task(), command, "DONE")[1][-1][-1] == {"role": "user", "content": shown}
+
+
+def test_the_turn_limit_ends_an_episode_and_what_was_done_counts(make_task):
+    episode, shown = play(make_task(HELLO), "echo hello > out.txt", "ls", "ls", "ls")
+    assert (episode.reward, episode.finish, episode.turns, len(shown)) == (1.0, "turns", 4, 4)
+
+
+def test_a_reply_cut_by_length_ends_the_episode_and_is_not_run(make_task):
+    episode, _ = play(make_task(HELLO), Reply("echo hello > out.txt", "length"))
+    assert (episode.reward, episode.finish, episode.turns) == (0.0, "length", 1)
+
+
+def test_the_deadline_ends_an_episode_that_waits_for_its_reply(make_task):
+    async def slow(messages):
+        await asyncio.sleep(60)
+
+    episode = asyncio.run(run_episode(make_task(HELLO), slow, replace(LIMITS, deadline_s=0.5)))
+    assert (episode.reward, episode.finish, episode.turns) == (0.0, "deadline", 0)
+
+
+def test_a_task_may_have_a_shorter_deadline_than_the_run(make_task):
+    async def slow(messages):
+        await asyncio.sleep(60)
+
+    task = make_task(HELLO, toml="[agent]\ntimeout_sec = 0.5")
+    assert asyncio.run(run_episode(task, slow, LIMITS)).finish == "deadline"
+
+
+def test_a_timeout_of_the_callers_own_is_passed_on(make_task):
+    async def failing(messages):
+        raise TimeoutError("engine")
+
+    with pytest.raises(TimeoutError, match="engine"):
+        asyncio.run(run_episode(make_task(), failing, LIMITS))
+
+
+@pytest.mark.parametrize(
+    ("test", "reward"),
+    [
+        ("exit 0", 1.0),
+        ("exit 1", 0.0),
+        ("echo 0.25 > /logs/verifier/reward.txt; exit 1", 0.25),
+        ("echo 1 > /logs/verifier/reward.txt", 1.0),
+        ('bash "$(dirname "$0")/../tests/test.sh.other" 2>/dev/null || exit 1', 0.0),
+    ],
+)
+def test_the_reward_is_what_the_tests_say(make_task, test, reward):
+    assert play(make_task(test), "DONE")[0].reward == reward
+
+
+@pytest.mark.parametrize(
+    ("test", "toml", "message"),
+    [
+        ("exit 2", "", "exited with 2"),
+        ("echo broken; no-such-program", "", "exited with 127"),
+        ("sleep 60", "[verifier]\ntimeout_sec = 0.5", "stopped by its time limit"),
+        ("echo nan > /logs/verifier/reward.txt", "", "wrote reward 'nan'"),
+        ("echo 7 > /logs/verifier/reward.txt", "", "wrote reward '7'"),
+        ("kill -9 $$", "", "exited with 137"),
+    ],
+)
+def test_tests_that_neither_pass_nor_fail_are_a_fault_and_never_a_reward(make_task, test, toml, message):
+    with pytest.raises(EnvironmentFault, match=message):
+        play(make_task(test, toml=toml), "DONE")
+
+
+def test_an_aborted_reply_is_a_fault(make_task):
+    with pytest.raises(EnvironmentFault, match="aborted turn 1"):
+        play(make_task(), Reply("ls", "abort"))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "ls /tests; cat /tests/*; mkdir -p /tests; echo exit 0 > /tests/test.sh",  # they are not there yet
+        "mkdir -p tests; echo exit 0 > tests/test.sh; echo exit 0 > test.sh",  # other files of the same name
+        "ln -s /tests/expected out.txt",  # the answer, by a link that leads nowhere yet
+        "ln -s ../tests/expected out.txt",
+        "mkfifo out.txt",  # a test that waits for ever
+        "(sleep 1; echo hello > out.txt) & disown; (while :; do echo exit 0 > /tests/test.sh; done) 2>/dev/null & disown",  # a process that waits for the tests
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; mkdir -p logs/verifier; echo 1 > logs/verifier/reward.txt",
+        "echo 'exit 0' > .bashrc; echo 'exit 0' > .profile; echo 'exit 0' > .bash_profile; export BASH_ENV=/app/.bashrc",
+        "echo 'exit 0' > cat; chmod +x cat; PATH=.:$PATH; mkdir -p bin; cp cat bin/",
+        "chmod 000 . ; chmod 000 /app",
+    ],
+)
+def test_the_tests_cannot_be_read_changed_or_fooled(make_task, attack):
+    task = make_task('sleep 0.2; [ "$(cat out.txt)" = "$(cat /tests/expected)" ] || exit 1')
+    (task.tests / "expected").write_text("hello\n")
+    before = (task.tests / "test.sh").read_text()
+    episode, _ = play(task, attack, "DONE")
+    assert episode.reward == 0.0
+    assert (task.tests / "test.sh").read_text() == before
+
+
+def test_what_the_tests_leave_is_gone_and_the_task_is_unchanged(make_task):
+    task = make_task("echo x > new; rm -f a.txt; echo 1 > /tests/x && exit 2; exit 0", {"a.txt": "red"})
+    assert play(task, "echo y > b.txt", "DONE")[0].reward == 1.0
+    assert sorted(p.name for p in task.path.rglob("*") if p.is_file()) == ["a.txt", "instruction.md", "task.toml", "test.sh"]
+
+
+def test_an_episode_can_be_cancelled_and_leaves_no_folder(make_task, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    for p in (tmp_path, *tmp_path.parents):  # let the unprivileged id through
+        if p.stat().st_uid == Path(tmp_path).stat().st_uid and p != Path("/"):
+            p.chmod(p.stat().st_mode | 0o011)
+
+    async def cancel_during_command():
+        running = asyncio.ensure_future(run_episode(make_task(), Script("sleep 30"), replace(LIMITS, command=CommandLimits(wall_s=30))))
+        await asyncio.sleep(0.7)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+    asyncio.run(cancel_during_command())
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_many_episodes_run_at_once(make_task):
+    task = make_task(HELLO)
+
+    async def all_of_them():
+        return await asyncio.gather(*(run_episode(task, Script("echo hello > out.txt", "DONE"), LIMITS) for _ in range(24)))
+
+    assert [e.reward for e in asyncio.run(all_of_them())] == [1.0] * 24
+
+
+def test_limits_come_from_the_configuration():
+    config = load_config(Path(__file__).parents[2] / "configs" / "tiny_async.toml", ('tasks.system_prompt="Be brief."',))
+    limits = EpisodeLimits.from_config(config)
+    assert (limits.max_turns, limits.deadline_s, limits.system_prompt, limits.sandbox) == (5, 180.0, "Be brief.", "bubblewrap")
+    assert limits.command == CommandLimits(wall_s=5.0, output_chars=400, memory_mb=512, processes=64, file_mb=64)
