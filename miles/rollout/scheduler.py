@@ -1,0 +1,221 @@
+"""The rollout schedule as a pure state machine: events in, actions out. No clock, no process, no file.
+
+Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns what to do now and assumes that it is done. Every
+decision of the rollout side is here:
+
+- a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
+- a new trajectory goes to the living engine with the fewest active ones;
+- a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
+- a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from miles.buffer.state import BufferState, Status
+
+Sample = tuple[int, int]  # (group id, sample number)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Journal that a group is open."""
+
+    group_id: int
+    task_id: str
+    retry_of: int | None
+
+
+@dataclass(frozen=True)
+class Assign:
+    """Run one trajectory on a rank's engine."""
+
+    group_id: int
+    sample: int
+    task_id: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Seal:
+    """All samples that will come are there: seal the group."""
+
+    group_id: int
+    samples: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Drop:
+    """A group of which too little is left."""
+
+    group_id: int
+    reason: str
+
+
+Action = Start | Assign | Seal | Drop
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The numbers of the config that the schedule obeys."""
+
+    in_flight: int
+    group_size: int
+    capacity_groups: int
+    total_groups: int  # groups the whole run trains
+    retries: int = 2
+    refill: str = "trajectory"
+    groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
+    retry_stale: bool = False
+    seed: int = 0
+
+
+@dataclass
+class _Open:
+    """A group whose samples are not all there yet."""
+
+    task_id: str
+    done: set[int] = field(default_factory=set)
+    lost: dict[int, str] = field(default_factory=dict)  # sample -> cause
+    tries: dict[int, int] = field(default_factory=dict)
+
+
+class Scheduler:
+    """Built from the journal (`BufferState`) and the parts on disk, so that a restart carries on: open groups come first."""
+
+    def __init__(self, rules: Rules, tasks: Sequence[str], state: BufferState, parts: dict[int, list[int]] | None = None):
+        self.rules, self._tasks, self._state = rules, list(tasks), state
+        self._open: dict[int, _Open] = {}
+        self._waiting: deque[Sample] = deque()
+        self._running: dict[Sample, int] = {}  # sample -> rank
+        self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
+        self._engines: dict[int, int] = {}  # living rank -> version it serves
+        self._newest_version = -1
+        self._next_id = state.next_group_id()
+        self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
+        for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id):
+            self._open[g.group_id] = _Open(g.task_id, done=set((parts or {}).get(g.group_id, ())))
+            self._waiting.extend((g.group_id, s) for s in range(rules.group_size) if s not in self._open[g.group_id].done)
+
+    # -- events --------------------------------------------------------------------------------------------------------------
+    def engine_up(self, rank: int, version: int) -> None:
+        """The rank's engine serves `version` and may be given work."""
+        self._engines[rank] = version
+        self._newest_version = max(self._newest_version, version)
+
+    def engine_down(self, rank: int) -> None:
+        """No new work for this rank. Its running samples report their own failure."""
+        self._engines.pop(rank, None)
+
+    def version_published(self, version: int) -> None:
+        self._newest_version = max(self._newest_version, version)
+
+    def finished(self, group_id: int, sample: int, cause: str | None = None) -> None:
+        """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`."""
+        self._running.pop((group_id, sample), None)
+        group = self._open.get(group_id)
+        if group is None:
+            return
+        if cause is None:
+            group.done.add(sample)
+            return
+        group.tries[sample] = group.tries.get(sample, 0) + 1
+        if group.tries[sample] <= self.rules.retries:
+            self._waiting.appendleft((group_id, sample))
+        else:
+            group.lost[sample] = cause
+
+    # -- decisions -----------------------------------------------------------------------------------------------------------
+    def actions(self) -> list[Action]:
+        """What to do now. The journal state given at construction is read afresh, so poll it before."""
+        return [*self._closings(), *self._starts_and_assignments()]
+
+    def _closings(self) -> Iterable[Action]:
+        for group_id, group in list(self._open.items()):
+            if len(group.done) + len(group.lost) < self.rules.group_size:
+                continue
+            del self._open[group_id]
+            if len(group.done) >= 2:  # a group of one has no baseline
+                self._sealed.add(group_id)
+                yield Seal(group_id, tuple(sorted(group.done)))
+            else:
+                yield Drop(group_id, next(iter(group.lost.values())))
+
+    def _starts_and_assignments(self) -> Iterable[Action]:
+        while self._engines and len(self._running) < self.rules.in_flight:
+            if not self._waiting:
+                start = self._next_start()
+                if start is None:
+                    return
+                yield start
+            group_id, sample = self._waiting.popleft()
+            rank = self._least_active()
+            self._running[group_id, sample] = rank
+            yield Assign(group_id, sample, self._open[group_id].task_id, rank)
+
+    def _next_start(self) -> Start | None:
+        if not self._may_start():
+            return None
+        group_id, retry_of = self._next_id, None
+        stale = self._stale_to_retry()
+        if stale is not None:
+            retry_of, task_id = stale.group_id, stale.task_id
+            stale.retried = True
+        else:
+            task_id = self.task_at(self._cursor)
+            self._cursor += 1
+        self._next_id += 1
+        self._open[group_id] = _Open(task_id)
+        self._waiting.extend((group_id, s) for s in range(self.rules.group_size))
+        return Start(group_id, task_id, retry_of)
+
+    def _may_start(self) -> bool:
+        c = self._state.counts()
+        self._sealed = {g for g in self._sealed if g not in self._state.groups or self._state.groups[g].status is Status.OPEN}
+        open_groups = len(self._open) + len(self._sealed)
+        if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
+            return False
+        if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.rules.in_flight:
+            return False
+        if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
+            fresh = all(v >= self._newest_version for v in self._engines.values())
+            return fresh and c["taken"] == 0 and c["ready"] + open_groups < self.rules.groups_per_version
+        return c["ready"] + open_groups < self.rules.capacity_groups
+
+    def _stale_to_retry(self):
+        if not self.rules.retry_stale:
+            return None
+        stale = (g for g in self._state.groups.values() if g.dropped == "stale" and not g.retried)
+        return min(stale, key=lambda g: g.group_id, default=None)
+
+    def _least_active(self) -> int:
+        load = {rank: 0 for rank in self._engines}
+        for rank in self._running.values():
+            if rank in load:
+                load[rank] += 1
+        return min(load, key=lambda r: (load[r], r))
+
+    def task_at(self, cursor: int) -> str:
+        """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
+        epoch, index = divmod(cursor, len(self._tasks))
+        order = list(self._tasks)
+        random.Random(f"{self.rules.seed}/{epoch}").shuffle(order)
+        return order[index]
+
+    # -- figures -------------------------------------------------------------------------------------------------------------
+    @property
+    def in_flight(self) -> int:
+        return len(self._running)
+
+    @property
+    def open_groups(self) -> int:
+        return len(self._open)
+
+    @property
+    def blocked(self) -> bool:
+        """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
+        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start()

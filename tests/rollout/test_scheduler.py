@@ -1,0 +1,188 @@
+import random
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from miles.buffer import BufferState
+from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
+
+
+def ready(group, task="t"):
+    return {"kind": "ready", "group": group, "task": task, "trajectories": 2, "oldest_version": 0, "tokens": 1, "reward_mean": 0.0}
+
+
+class Sim:
+    """Applies actions to the journal state, as the leader does."""
+
+    def __init__(self, rules, tasks=("a", "b", "c"), state=None, parts=None, engines=2):
+        self.state = state or BufferState()
+        self.s = Scheduler(rules, tasks, self.state, parts)
+        for r in range(engines):
+            self.s.engine_up(r, 0)
+        self.assigned: list[Assign] = []
+        self.log = []
+
+    def step(self):
+        acts = self.s.actions()
+        for a in acts:
+            match a:
+                case Start():
+                    self.state.apply({"kind": "start", "group": a.group_id, "task": a.task_id, "retry_of": a.retry_of})
+                case Seal():
+                    self.state.apply(ready(a.group_id))
+                case Drop():
+                    self.state.apply({"kind": "drop", "group": a.group_id, "reason": a.reason})
+                case Assign():
+                    self.assigned.append(a)
+        self.log += acts
+        return acts
+
+
+def rules(**kw):
+    return Rules(**{"in_flight": 4, "group_size": 2, "capacity_groups": 8, "total_groups": 100, **kw})
+
+
+def test_slots_fill_to_the_cap_and_spread_over_the_least_active_engines():
+    sim = Sim(rules(in_flight=4), engines=2)
+    sim.step()
+    assert [(a.group_id, a.sample, a.rank) for a in sim.assigned] == [(0, 0, 0), (0, 1, 1), (1, 0, 0), (1, 1, 1)]
+
+
+def test_one_finished_trajectory_is_replaced_at_once_on_the_engine_that_became_free():
+    sim = Sim(rules())
+    sim.step()
+    sim.s.finished(0, 1)
+    new = [a for a in sim.step() if isinstance(a, Assign)]
+    assert [(a.group_id, a.sample, a.rank) for a in new] == [(2, 0, 1)]
+
+
+def test_refill_by_group_waits_for_room_for_a_whole_group():
+    sim = Sim(rules(refill="group"))
+    sim.step()
+    sim.s.finished(0, 0)
+    assert not [a for a in sim.step() if isinstance(a, Assign)]
+    sim.s.finished(0, 1)
+    assert [a.group_id for a in sim.step() if isinstance(a, Assign)] == [2, 2]
+
+
+def test_a_complete_group_is_sealed():
+    sim = Sim(rules())
+    sim.step()
+    sim.s.finished(0, 0)
+    sim.s.finished(0, 1)
+    assert Seal(0, (0, 1)) in sim.step()
+
+
+def test_a_failed_sample_is_tried_again_first_then_its_group_closes_short():
+    sim = Sim(rules(group_size=3, in_flight=3, retries=1))
+    sim.step()
+    sim.s.finished(0, 0)
+    sim.s.finished(0, 1)
+    sim.s.finished(0, 2, cause="engine")
+    assert [(a.group_id, a.sample) for a in sim.step() if isinstance(a, Assign)][0] == (0, 2)
+    sim.s.finished(0, 2, cause="engine")
+    assert Seal(0, (0, 1)) in sim.step()
+
+
+def test_a_group_with_fewer_than_two_samples_is_dropped_with_its_cause():
+    sim = Sim(rules(retries=0))
+    sim.step()
+    sim.s.finished(0, 0)
+    sim.s.finished(0, 1, cause="sandbox")
+    assert Drop(0, "sandbox") in sim.step()
+
+
+def test_a_full_buffer_opens_no_group():
+    sim = Sim(rules(capacity_groups=2))
+    sim.step()
+    for g in (0, 1):
+        for s in (0, 1):
+            sim.s.finished(g, s)
+    assert not [a for a in sim.step() if isinstance(a, Start)] and sim.s.blocked
+    sim.state.apply({"kind": "taken", "groups": [0], "step": 1, "version": 0})
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [2]
+
+
+def test_no_more_groups_are_opened_than_the_run_trains():
+    sim = Sim(rules(total_groups=1))
+    sim.step()
+    assert [a.group_id for a in sim.log if isinstance(a, Start)] == [0]
+
+
+def test_a_stale_group_is_replaced_by_its_own_task_when_configured():
+    sim = Sim(rules(retry_stale=True, in_flight=2))
+    sim.step()
+    task = sim.assigned[0].task_id
+    sim.s.finished(0, 0), sim.s.finished(0, 1)
+    sim.step()
+    sim.state.apply({"kind": "stale", "group": 0, "step": 1})
+    for s in (0, 1):
+        sim.s.finished(1, s)
+    start = [a for a in sim.step() if isinstance(a, Start)][0]
+    assert (start.task_id, start.retry_of) == (task, 0)
+
+
+def test_synchronous_mode_makes_one_batch_per_version():
+    sim = Sim(rules(groups_per_version=1))
+    sim.step()
+    assert Counter(type(a) for a in sim.log) == {Start: 1, Assign: 2}
+    sim.s.finished(0, 0), sim.s.finished(0, 1)
+    sim.step()
+    sim.state.apply({"kind": "taken", "groups": [0], "step": 1, "version": 0})
+    assert sim.step() == []
+    sim.s.version_published(1)
+    sim.state.apply({"kind": "trained", "groups": [0], "step": 1, "version": 0})
+    assert sim.step() == []  # published, but no engine serves it yet
+    sim.s.engine_up(0, 1), sim.s.engine_up(1, 1)
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [1]
+
+
+def test_after_a_restart_open_groups_come_first_and_finished_samples_are_kept():
+    state = BufferState()
+    for g in (0, 1):
+        state.apply({"kind": "start", "group": g, "task": "t"})
+    state.apply(ready(0))
+    sim = Sim(rules(), state=state, parts={1: [1]})
+    acts = sim.step()
+    assert isinstance(acts[0], Assign) and (acts[0].group_id, acts[0].sample) == (1, 0)
+    assert [a.group_id for a in acts if isinstance(a, Start)] == [2, 3]
+    sim.s.finished(1, 0)
+    assert Seal(1, (0, 1)) in sim.step()
+
+
+def test_no_work_for_an_engine_that_is_down():
+    sim = Sim(rules(in_flight=2))
+    sim.s.engine_down(0)
+    sim.step()
+    assert {a.rank for a in sim.assigned} == {1}
+
+
+def test_each_pass_over_the_tasks_is_a_permutation_and_depends_only_on_seed_and_cursor():
+    a, b = (Scheduler(rules(seed=5), "abcd", BufferState()) for _ in range(2))
+    first = [a.task_at(i) for i in range(8)]
+    assert sorted(first[:4]) == sorted(first[4:]) == list("abcd") and first == [b.task_at(i) for i in range(8)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 10**6))
+def test_whatever_fails_each_group_ends_exactly_once_and_the_cap_holds(seed):
+    rng = random.Random(seed)
+    sim = Sim(rules(total_groups=12, in_flight=5, group_size=3, capacity_groups=4, retries=1))
+    for _ in range(2000):
+        sim.step()
+        assert sim.s.in_flight <= 5
+        running = [a for a in sim.assigned if sim.s._running.get((a.group_id, a.sample)) is not None]
+        if rng.random() < 0.1:
+            sim.s.engine_down(1)
+        elif rng.random() < 0.2:
+            sim.s.engine_up(1, 0)
+        if running:
+            a = rng.choice(running)
+            sim.s.finished(a.group_id, a.sample, cause="x" if rng.random() < 0.3 else None)
+        for g in sim.state.ready_in_order()[: rng.randrange(2)]:
+            sim.state.apply({"kind": "trained", "groups": [g.group_id], "step": 1, "version": 0})
+        if sim.state.counts()["trained"] == 12:
+            break
+    ends = Counter(a.group_id for a in sim.log if isinstance(a, (Seal, Drop)))
+    assert set(ends.values()) == {1} and sim.state.counts()["trained"] == 12
