@@ -30,7 +30,7 @@ class Sim:
                 case Start():
                     self.state.apply({"kind": "start", "group": a.group_id, "task": a.task_id, "retry_of": a.retry_of})
                 case Seal():
-                    self.state.apply(ready(a.group_id))
+                    self.state.apply(ready(a.group_id, self.state.groups[a.group_id].task_id))
                 case Drop():
                     self.state.apply({"kind": "drop", "group": a.group_id, "reason": a.reason})
                 case Assign():

@@ -1,0 +1,10 @@
+"""The rollout loop: data order, schedule, workers beside their engines, groups sealed into the buffer.
+
+    scheduler.py   every decision, pure
+    leader.py      rank 0: carries the decisions out (journal, seal, messages)
+    worker.py      every rank: engine, weights, sessions; runs the trajectories it is given
+    weights.py     every rank: brings the engine to each new version
+    __main__.py    `python -m miles.rollout RUN`
+
+Must not know how weights travel beyond "bring the engine to the newest version".
+"""

@@ -1,0 +1,102 @@
+"""Rank 0 of the rollout world: reads the schedule's actions and carries them out.
+
+    loop:  poll journals  ->  scheduler.actions()  ->  journal / seal / assign  ->  log the queue
+
+All messages are small: assignments go out, endings and engine states come in. Trajectories never pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from miles.buffer import BufferView, BufferWriter
+from miles.buffer.storage import finished_parts, remove_parts
+from miles.comm import Link, World
+from miles.config import MilesConfig
+from miles.core import Role
+from miles.log import RunLog
+from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
+from miles.rundir import RunDir
+
+LOOK_S = 1.0  # how often files are looked at without a wake-up
+
+
+def rules_from_config(c: MilesConfig) -> Rules:
+    return Rules(
+        in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
+        total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
+        groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
+        retry_stale=c.buffer.on_stale == "retry", seed=c.run.seed,
+    )
+
+
+class Leader:
+    """Owns the scheduler, the rollout journal and the link to the trainer."""
+
+    def __init__(self, run: RunDir, epoch: int, world: World, log: RunLog, tasks: list[str], newest_version: Callable[[], int | None]):
+        self._run, self._world, self._log, self._newest_version = run, world, log, newest_version
+        self._view = BufferView(run)
+        self._view.poll()
+        parts = finished_parts(run.buffer_dir)
+        for group_id in parts:
+            if group_id in self._view.state.groups and self._view.state.groups[group_id].status != "open":
+                remove_parts(run.buffer_dir, group_id)  # left by a leader that died right after announcing the group
+        self._scheduler = Scheduler(rules_from_config(run.config), tasks, self._view.state, parts)
+        self._writer = BufferWriter(run, epoch)
+        self._link = Link(run, Role.ROLLOUT, epoch)
+        self._looked = self._logged = 0.0
+
+    def receive(self, rank: int, message: dict[str, Any]) -> None:
+        """One message of a worker (the leader's own worker included)."""
+        match message["kind"]:
+            case "up":
+                self._scheduler.engine_up(rank, message["version"])
+            case "down":
+                self._scheduler.engine_down(rank)
+            case "finished":
+                self._scheduler.finished(message["group"], message["sample"], message["cause"])
+
+    async def tick(self) -> None:
+        """One turn of the loop. Called every few milliseconds; cheap when nothing happened."""
+        self._link.tick()
+        if self._link.woken() or time.monotonic() - self._looked > LOOK_S:
+            self._look()
+        for action in self._scheduler.actions():
+            await self._carry_out(action)
+        if time.monotonic() - self._logged > 1.0:
+            self._log_queue()
+
+    def _look(self) -> None:
+        self._looked = time.monotonic()
+        self._view.poll()
+        newest = self._newest_version()
+        if newest is not None:
+            self._scheduler.version_published(newest)
+        self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
+
+    async def _carry_out(self, action) -> None:
+        match action:
+            case Start(group_id, task_id, retry_of):
+                self._writer.start(group_id, task_id, retry_of)
+            case Assign(group_id, sample, task_id, rank):
+                self._world.post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id})
+                return
+            case Seal(group_id, samples):
+                await asyncio.to_thread(self._writer.seal, group_id, list(samples))
+            case Drop(group_id, reason):
+                self._writer.drop(group_id, reason)
+        self._view.poll()
+        if isinstance(action, Seal):
+            self._link.wake()
+
+    def _log_queue(self) -> None:
+        self._logged = time.monotonic()
+        c = self._view.state.counts()
+        self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
+                      taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked))
+
+    def close(self) -> None:
+        self._writer.close()
