@@ -77,7 +77,7 @@ class Workspace:
         self.gid = self.uid if os.geteuid() == 0 else os.getegid()
         try:
             self.root.chmod(0o711)  # the unprivileged id must reach app/ and nothing else
-            self.app = self.add("app", start_files, ignore=("Dockerfile",))
+            self.app = self.add("app", start_files, ignore=("Dockerfile", ".keep"))  # the second keeps empty folders in git
         except BaseException:
             self.close()
             raise

@@ -2,7 +2,7 @@
 
     NAME/task.toml          limits ([agent], [verifier], [environment]) and free [metadata]
     NAME/instruction.md     what the model is told
-    NAME/environment/       start files, copied into the working directory (a Dockerfile in it is left out: the sandbox
+    NAME/environment/       start files, copied into the working directory (Dockerfile and .keep are left out: the sandbox
                             shows this machine's /usr)
     NAME/tests/test.sh      run after the episode, in the working directory; exit 0 = solved, 1 = not solved
     NAME/solution/solve.sh  optional: one command per line that solves it

@@ -1,0 +1,2 @@
+cat a.txt
+echo blue >> b.txt

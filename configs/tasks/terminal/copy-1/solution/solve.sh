@@ -1,0 +1,2 @@
+ls
+cp apple.txt new.txt

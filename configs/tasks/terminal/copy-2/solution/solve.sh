@@ -1,0 +1,2 @@
+ls
+cp pear.txt out.txt

@@ -1,0 +1,2 @@
+ls
+cp plum.txt new.txt

@@ -1,0 +1,2 @@
+ls
+cp fig.txt out.txt

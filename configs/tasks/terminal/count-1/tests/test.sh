@@ -1,0 +1,2 @@
+# The number alone.
+[ "$(tr -d " " < new.txt)" = 2 ] || exit 1

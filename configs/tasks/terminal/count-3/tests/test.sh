@@ -1,0 +1,2 @@
+# The number alone.
+[ "$(tr -d " " < new.txt)" = 4 ] || exit 1

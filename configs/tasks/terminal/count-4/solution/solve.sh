@@ -1,0 +1,2 @@
+wc -l a.txt
+echo 5 > out.txt

@@ -1,0 +1,2 @@
+# The number alone.
+[ "$(tr -d " " < out.txt)" = 5 ] || exit 1

@@ -1,0 +1,2 @@
+grep -l gold *
+rm apple.txt

@@ -1,0 +1,2 @@
+grep -l gold *
+rm plum.txt

@@ -1,0 +1,2 @@
+# The last word in alphabetical order.
+[ "$(cat new.txt)" = red ] || exit 1

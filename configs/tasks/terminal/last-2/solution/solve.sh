@@ -1,0 +1,2 @@
+sort a.txt
+echo green > out.txt

@@ -1,0 +1,2 @@
+# The last word in alphabetical order.
+[ "$(cat out.txt)" = green ] || exit 1

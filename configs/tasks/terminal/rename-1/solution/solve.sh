@@ -1,0 +1,2 @@
+ls
+mv apple.txt new.txt

@@ -1,0 +1,2 @@
+ls
+mv pear.txt out.txt

@@ -1,0 +1,2 @@
+ls
+mv plum.txt new.txt

@@ -1,0 +1,2 @@
+ls
+mv fig.txt out.txt

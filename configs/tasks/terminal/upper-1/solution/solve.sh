@@ -1,0 +1,2 @@
+cat a.txt
+echo RED > new.txt

@@ -1,0 +1,3 @@
+ls
+cat apple.txt
+echo blue > new.txt

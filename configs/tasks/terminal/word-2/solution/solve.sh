@@ -1,0 +1,3 @@
+ls
+cat pear.txt
+echo green > out.txt

@@ -1,0 +1,3 @@
+ls
+cat plum.txt
+echo gold > new.txt

@@ -1,0 +1,3 @@
+ls
+cat fig.txt
+echo red > out.txt

@@ -1,0 +1,1 @@
+cp notes.txt copy.txt

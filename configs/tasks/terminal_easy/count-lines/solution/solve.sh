@@ -1,0 +1,1 @@
+wc -l < list.txt > count.txt

@@ -1,0 +1,1 @@
+echo banana > banana.txt

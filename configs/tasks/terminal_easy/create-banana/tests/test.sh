@@ -1,0 +1,2 @@
+# The file holds the word and nothing else.
+[ "$(cat banana.txt)" = banana ] || exit 1

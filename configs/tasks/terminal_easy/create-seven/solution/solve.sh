@@ -1,0 +1,1 @@
+echo seven > seven.txt

@@ -1,0 +1,2 @@
+# The file holds the word and nothing else.
+[ "$(cat seven.txt)" = seven ] || exit 1

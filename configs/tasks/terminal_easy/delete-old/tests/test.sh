@@ -1,0 +1,2 @@
+# That file is gone, the other one is not.
+[ ! -e old.log ] && [ -e keep.txt ] || exit 1

@@ -1,0 +1,2 @@
+# A directory of that name exists.
+[ -d backup ] || exit 1

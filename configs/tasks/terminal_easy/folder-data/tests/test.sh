@@ -1,0 +1,2 @@
+# A directory of that name exists.
+[ -d data ] || exit 1

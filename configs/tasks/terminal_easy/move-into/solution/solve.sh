@@ -1,0 +1,1 @@
+mv report.txt archive

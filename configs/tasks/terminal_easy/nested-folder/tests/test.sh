@@ -1,0 +1,2 @@
+# Both directories exist.
+[ -d a/b ] || exit 1

@@ -1,0 +1,1 @@
+date +%Y > year.txt

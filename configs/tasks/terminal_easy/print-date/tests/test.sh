@@ -1,0 +1,2 @@
+# The year of the machine's clock.
+[ "$(cat year.txt)" = "$(date +%Y)" ] || exit 1

@@ -1,0 +1,2 @@
+# The file holds the word and nothing else.
+[ "$(cat out.txt)" = hello ] || exit 1
