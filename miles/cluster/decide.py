@@ -1,0 +1,217 @@
+"""What the supervisor does next: a pure function of its state and one event.
+
+    RUNNING ----- a step dies ---------------> start it again with a new epoch (at most max_restarts times)
+       |--------- trainer exits 0 -----------> DRAINING: the rollout step may end by itself ----> OVER (finished)
+       |--------- USR2 ----------------------> CHECKPOINTING: trainer saves and exits 75 -------> STOPPING -> OVER (requeue)
+       |--------- exit 2 or 3, TERM, ... ----> STOPPING: both steps are ended ------------------> OVER (failed | cancelled)
+
+A role counts as running from the decision to start it until its end is reported, so a delayed start needs no state of its own.
+"""
+
+from __future__ import annotations
+
+import enum
+import os
+from dataclasses import dataclass, field, replace
+
+from miles.core import Role
+
+EX_TEMPFAIL = os.EX_TEMPFAIL
+"""Exit code of a trainer that saved a checkpoint because it was asked to stop (sysexits.h: 75)."""
+
+NOT_RESTARTED = (2, 3)
+"""Exit codes for a configuration (2) or environment (3) that a restart cannot mend."""
+
+NUDGE_S = 5.0
+"""USR2 is repeated: a rank that was still starting ignores it (see miles.cluster.rank)."""
+
+
+class Phase(enum.StrEnum):
+    RUNNING = "running"
+    CHECKPOINTING = "checkpointing"
+    DRAINING = "draining"
+    STOPPING = "stopping"
+    OVER = "over"
+
+
+@dataclass(frozen=True)
+class Limits:
+    max_restarts: int
+    requeues_left: int
+    checkpoint_s: float  # seconds between USR2 and giving up on the checkpoint
+    drain_s: float = 60.0  # seconds the rollout step may take to end by itself after the trainer
+    stop_s: float = 15.0  # seconds between TERM and KILL
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why a step ended: what exit.json records."""
+
+    role: str
+    code: int  # exit code; 128 + signal when killed
+    text: str
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str  # finished | requeue | failed | cancelled
+    exit_code: int
+    text: str
+    cause: Cause | None = None
+
+
+@dataclass(frozen=True)
+class State:
+    phase: Phase = Phase.RUNNING
+    running: frozenset[Role] = frozenset(Role)
+    restarts: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    outcome: Outcome | None = None
+    deadline: float = float("inf")  # when the phase is cut short
+    nudge_at: float = float("inf")
+
+
+# -- events ------------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class StepEnded:
+    cause: Cause
+    run_finished: bool = False  # RUN/FINISHED exists
+
+    @property
+    def role(self) -> Role:
+        return Role(self.cause.role)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """USR2: the time limit is near, or the job is to be preempted."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    text: str
+    exit_code: int = 143
+
+
+@dataclass(frozen=True)
+class Tick:
+    """Time has passed."""
+
+
+# -- actions -----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Start:
+    role: Role
+    restart: int  # how often this role was started again so far
+
+
+@dataclass(frozen=True)
+class Nudge:
+    """Send USR2 to all ranks of a role."""
+
+    role: Role
+
+
+@dataclass(frozen=True)
+class Stop:
+    role: Role
+    hard: bool = False  # KILL instead of TERM
+
+
+def begin() -> tuple[State, list[Start]]:
+    return State(), [Start(role, 0) for role in Role]
+
+
+def decide(state: State, event, now: float, limits: Limits) -> tuple[State, list]:
+    """Next state and the actions to take, in order. `state.phase == OVER` means: nothing runs, act on `state.outcome`."""
+    if isinstance(event, StepEnded):
+        return _ended(replace(state, running=state.running - {event.role}), event, now, limits)
+    if isinstance(event, Notice) and state.phase is Phase.RUNNING:
+        state = replace(state, phase=Phase.CHECKPOINTING, deadline=now + limits.checkpoint_s, nudge_at=now + NUDGE_S)
+        return state, [Nudge(role) for role in Role if role in state.running]
+    if isinstance(event, Cancel) and state.phase is not Phase.STOPPING:
+        outcome = state.outcome or Outcome("cancelled", event.exit_code, event.text)
+        return _stop(state, outcome, now, limits)
+    if isinstance(event, Tick):
+        return _tick(state, now, limits)
+    return state, []
+
+
+def _ended(state: State, event: StepEnded, now: float, limits: Limits) -> tuple[State, list]:
+    cause, role = event.cause, event.role
+    if state.phase in (Phase.STOPPING, Phase.DRAINING):
+        return (state, []) if state.running else (replace(state, phase=Phase.OVER), [])
+    if cause.code in NOT_RESTARTED:
+        return _stop(state, Outcome("failed", cause.code, f"{cause.text}; a restart cannot mend that", cause), now, limits)
+    if role is Role.TRAINER and cause.code == 0:
+        state = replace(state, phase=Phase.DRAINING, deadline=now + limits.drain_s, outcome=Outcome("finished", 0, "all steps are trained"))
+        return (state, []) if state.running else (replace(state, phase=Phase.OVER), [])
+    if role is Role.TRAINER and (cause.code == EX_TEMPFAIL or state.phase is Phase.CHECKPOINTING):
+        return _stop(state, _requeue(cause.text, cause, limits), now, limits)
+    if state.phase is Phase.CHECKPOINTING or (cause.code == 0 and event.run_finished):
+        return state, []  # the rollout step is not needed any more; the trainer's end decides
+    restarts = state.restarts[role] + 1
+    if restarts > limits.max_restarts:
+        text = f"{cause.text}; the {role} step was already started again {limits.max_restarts} times (cluster.max_restarts)"
+        return _stop(state, Outcome("failed", 1, text, cause), now, limits)
+    return replace(state, running=state.running | {role}, restarts={**state.restarts, role: restarts}), [Start(role, restarts)]
+
+
+def _tick(state: State, now: float, limits: Limits) -> tuple[State, list]:
+    if now >= state.deadline:
+        if state.phase is Phase.CHECKPOINTING:
+            return _stop(state, _requeue(f"no checkpoint within {limits.checkpoint_s:.0f} s of the notice; the last one counts", None, limits), now, limits)
+        if state.phase is Phase.DRAINING:
+            return _stop(state, state.outcome, now, limits)
+        if state.phase is Phase.STOPPING:
+            return replace(state, deadline=now + limits.stop_s), [Stop(role, hard=True) for role in Role if role in state.running]
+    if state.phase is Phase.CHECKPOINTING and now >= state.nudge_at:
+        return replace(state, nudge_at=now + NUDGE_S), [Nudge(role) for role in Role if role in state.running]
+    return state, []
+
+
+def _stop(state: State, outcome: Outcome, now: float, limits: Limits) -> tuple[State, list]:
+    state = replace(state, phase=Phase.STOPPING if state.running else Phase.OVER, outcome=outcome, deadline=now + limits.stop_s)
+    return state, [Stop(role) for role in Role if role in state.running]
+
+
+def _requeue(text: str, cause: Cause | None, limits: Limits) -> Outcome:
+    if limits.requeues_left <= 0:
+        return Outcome("failed", 1, f"{text}; not requeued: the job was requeued as often as cluster.max_requeues allows", cause)
+    return Outcome("requeue", EX_TEMPFAIL, text, cause)
+
+
+# -- how a step ended, from what its ranks recorded ----------------------------------------------------------------------------
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's record (miles.cluster.rank). `code` is None while it runs, or when its wrapper was killed too."""
+
+    rank: int
+    pid: int
+    host: str
+    code: int | None = None
+    ended: float = 0.0  # unix seconds, of the rank's node
+
+
+def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code: int) -> Cause:
+    """The one cause of a step's end. srun and mpiexec report the code of whichever rank they killed last, so the ranks' records go first.
+
+    Order: a code that forbids a restart; the earliest failure; a clean 75 or 0 of every rank; the launcher's own code.
+    """
+    done = sorted((r for r in reports if r.code is not None), key=lambda r: r.ended)
+    for r in done:
+        if r.code in NOT_RESTARTED:
+            return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} ended with exit code {r.code}", r.rank)
+    for r in done:
+        if r.code not in (0, EX_TEMPFAIL):
+            return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} {_died(r.code)}", r.rank)
+    if len(done) == ranks:
+        code = EX_TEMPFAIL if any(r.code == EX_TEMPFAIL for r in done) else 0
+        return Cause(role, code, f"{role} step {'saved a checkpoint and stopped' if code else 'ended'}")
+    code = launcher_code if launcher_code > 0 else 128 - launcher_code if launcher_code < 0 else 1
+    missing = sorted(set(range(ranks)) - {r.rank for r in done})
+    return Cause(role, 1 if code in NOT_RESTARTED else code, f"{role} step ended with code {launcher_code}; ranks {missing} left no exit record")
+
+
+def _died(code: int) -> str:
+    return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"

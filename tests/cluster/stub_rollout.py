@@ -1,0 +1,17 @@
+"""A rollout rank of the right shape for tests of the supervisor: real MPI, no engine. Ends when the run is finished."""
+
+import os
+import sys
+import time
+
+from mpi4py import MPI
+
+from miles.rundir import RunDir
+
+run = RunDir(sys.argv[1])
+world = MPI.COMM_WORLD
+if world.size != run.config.cluster.rollout.ranks:
+    sys.exit(3)
+print(f"rollout {world.rank} of {world.size} epoch {os.environ['MILES_EPOCH']}", flush=True)
+while not run.finished:
+    time.sleep(0.05)
