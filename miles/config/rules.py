@@ -28,6 +28,16 @@ def problems(c: MilesConfig) -> list[str]:
     if (lay.first_stage_layers or lay.last_stage_layers) and lay.pp == 1:
         refuse("trainer.layout: first_stage_layers / last_stage_layers with pp = 1", "pp >= 2", "remove them or raise pp")
 
+    if c.cluster.placement == "shared":
+        reason = ("asynchronous mode runs both halves at once, and each plans for the whole memory of its GPUs" if c.run.mode == "async"
+                  else "handing the GPUs from engine to trainer and back is not built yet")
+        refuse(f"cluster.placement = 'shared' with run.mode = {c.run.mode!r}: {reason}", "disjoint GPUs for trainer and rollout",
+               "set cluster.placement = 'disjoint' and give each component its own nodes")
+    for name, part in (("trainer", c.cluster.trainer), ("rollout", c.cluster.rollout)):
+        if part.gpus_per_node and part.gpus_per_node % part.ranks_per_node:
+            refuse(f"cluster.{name}: {part.ranks_per_node} ranks per node on {part.gpus_per_node} GPUs would put two ranks on one GPU or leave some idle",
+                   "ranks_per_node to divide gpus_per_node", f"change cluster.{name}.ranks_per_node or gpus_per_node")
+
     pair = (c.model.trainer_precision, c.model.rollout_precision)
     if pair not in LEGAL_PRECISION:
         legal = ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL_PRECISION))

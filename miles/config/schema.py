@@ -184,6 +184,7 @@ class ClusterConfig(Section):
     """The Slurm job."""
 
     site: str = Field("configs/sites/dev.toml", description="Site profile: account, partition, modules, scratch, environment.")
+    placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same GPUs; refused in asynchronous mode, and in this version in synchronous mode too.")
     time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
     signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
     max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")

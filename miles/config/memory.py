@@ -1,0 +1,296 @@
+"""Memory plan per GPU, before anything is submitted: what each trainer rank and each engine GPU must hold, and what does not fit.
+
+Pure: configuration, site profile and the model's `config.json` in, numbers out. Weights, gradients and optimizer state are counted
+exactly from the layout; activations, engine work space and reserves are estimates, each with its formula in its note. 1 GB = 1e9 bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from miles.config.schema import MilesConfig, SiteConfig
+from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_shape
+from miles.core import ConfigError
+
+GB = 1e9
+TRAINER_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 3.0, "mxfp8": 3.0 + 1 / 32, "nvfp4": 2.5 + 1 / 16, "int4": 2.5}  # low precision: beside a bf16 copy
+ENGINE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 32}  # with scales
+GRADIENT_BYTES = 4  # accumulated and reduced in fp32
+STATE_BYTES = 12  # fp32 parameter and two Adam moments
+STREAM_BUFFERS_GB = 3.0  # optimizer buckets being read, computed and written
+RESERVE_GB = 8.0  # CUDA context, NCCL buffers, allocator fragmentation, weight gathering
+ROUTING_IMBALANCE = 1.5  # tokens an expert-parallel rank may get, over the even share
+
+
+@dataclass(frozen=True)
+class Item:
+    name: str
+    gb: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One pipeline stage; every rank of it holds the same amounts. Layers are counted from 1, inclusive."""
+
+    stage: int
+    first_layer: int
+    last_layer: int
+    parameters: float  # per rank
+    items: tuple[Item, ...]
+
+    @property
+    def total_gb(self) -> float:
+        return sum(i.gb for i in self.items)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """One engine GPU. `kv_tokens` is what fits, `kv_worst_tokens` what the sessions of one attention rank need when all reach their limit."""
+
+    items: tuple[Item, ...]
+    kv_bytes_per_token: float
+    kv_tokens: int
+    kv_worst_tokens: int
+
+    @property
+    def total_gb(self) -> float:
+        return sum(i.gb for i in self.items)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`problems` lists what does not fit (one message each); `notes` what a reader should know."""
+
+    model_parameters: int
+    gpu_memory_gb: float
+    resident_state_gb: float  # optimizer state over all ranks, per rank on average, if resident
+    stages: tuple[StagePlan, ...]
+    engine: EnginePlan
+    disk_per_node_gb: float
+    problems: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        out = asdict(self)
+        for stage, plan in zip(out["stages"], self.stages, strict=True):
+            stage["total_gb"] = plan.total_gb
+        out["engine"]["total_gb"] = self.engine.total_gb
+        return out
+
+    def table(self) -> str:
+        """The plan as plain text."""
+        names = [i.name for i in self.stages[0].items]
+        lines = [f"Memory plan per GPU of {self.gpu_memory_gb:g} GB; model of {self.model_parameters / 1e9:.4g} B parameters",
+                 "trainer stage   layers   params/rank" + "".join(f"{n:>14}" for n in names) + f"{'total GB':>12}"]
+        for s in self.stages:
+            lines.append(f"{s.stage + 1:>13}{f'{s.first_layer}-{s.last_layer}':>9}{s.parameters / 1e9:>11.2f} B"
+                         + "".join(f"{i.gb:>14.1f}" for i in s.items) + f"{s.total_gb:>12.1f}")
+        lines.append(f"optimizer state if resident: {self.resident_state_gb:.0f} GB a rank on average"
+                     + (f"; streamed: {self.disk_per_node_gb:.0f} GB of disk a node" if self.disk_per_node_gb else ""))
+        lines.append("engine GPU: " + ", ".join(f"{i.name} {i.gb:.1f}" for i in self.engine.items) + f", total {self.engine.total_gb:.1f} GB")
+        lines.append(f"  KV cache: {self.engine.kv_bytes_per_token / 1e3:.1f} kB a token, room for {self.engine.kv_tokens:,} tokens; "
+                     f"all sessions at their limit need {self.engine.kv_worst_tokens:,}")
+        lines += [f"note: {n}" for n in self.notes] + [f"PROBLEM: {p}" for p in self.problems]
+        return "\n".join(lines)
+
+
+def memory_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] | None = None) -> Plan:
+    """The plan of a configuration that fits. Raises ConfigError: the layout cannot split the model, or something does not fit
+    (`draft_plan` returns such a plan with its problems instead)."""
+    plan = draft_plan(config, site, hf_config)
+    if plan.problems:
+        raise ConfigError("\n".join(plan.problems), "a plan that fits every GPU", "change the keys named above; `miles-submit check` prints the plan")
+    return plan
+
+
+def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] | None = None) -> Plan:
+    """Like `memory_plan`, but what does not fit is listed in `Plan.problems`. Raises ConfigError only for a layout that cannot split the model."""
+    shape = model_shape(hf_config if hf_config is not None else find_hf_config(config))
+    stages = stage_layers(config, len(shape.layers))
+    wrong = layout_problems(config, shape, stages)
+    if wrong:
+        raise ConfigError("\n".join(wrong), "a layout that splits the model evenly", "change the keys named above")
+    problems, notes = [], []
+    plans = tuple(_stage(config, shape, s, layers) for s, layers in enumerate(stages))
+    state = [_state_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
+    resident = sum(state) / len(state)
+    streamed = config.trainer.optimizer.state == "stream"
+    disk = max(state) * config.cluster.trainer.ranks_per_node if streamed else 0.0
+    if config.cluster.trainer.gpus_per_node:
+        problems += _trainer_fit(config, site, plans)
+    if streamed and site.node_disk_gb is not None and disk > site.node_disk_gb:
+        problems.append(f"streamed optimizer state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
+                        "use more trainer ranks, or a larger disk (trainer.optimizer.state_dir)")
+    elif streamed and site.node_disk_gb is None:
+        notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
+    engine, engine_problems = _engine(config, site, shape)
+    if config.cluster.rollout.gpus_per_node:
+        problems += engine_problems
+        if not engine_problems and engine.kv_worst_tokens > engine.kv_tokens:
+            notes.append("the engine's KV cache cannot hold all its sessions at their limit at once: SGLang then queues or retracts requests")
+    if shape.sparse and config.trainer.layout.cp > 1:
+        notes.append("sparse attention under context parallelism needs contiguous sequence slices (all-gathered keys), not the zigzag split")
+    if shape.draft:
+        notes.append(f"the {len(shape.draft)} draft (multi-token prediction) layer is served by a speculating engine and not trained")
+    return Plan(shape.total, site.gpu_memory_gb, resident, plans, engine, disk, tuple(problems), tuple(notes))
+
+
+# -- layout ------------------------------------------------------------------------------------------------------------------
+def stage_layers(config: MilesConfig, layers: int) -> tuple[range, ...]:
+    """Layers (from 0) of each pipeline stage, as megatron-core splits them. Raises ConfigError when the rest does not divide."""
+    lay = config.trainer.layout
+    first, last = lay.first_stage_layers, lay.last_stage_layers
+    middle = lay.pp - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if rest < 0 or (middle and (rest % middle or not rest)) or (not middle and rest):
+        raise ConfigError(f"trainer.layout: {layers} layers do not split over pp = {lay.pp} with first_stage_layers = {first}, last_stage_layers = {last}"
+                          f" ({rest} layers left for {middle} stages)", "the same whole number of layers on every other stage",
+                          "set trainer.layout.first_stage_layers / last_stage_layers")
+    counts = ([first] if first is not None else []) + [rest // middle] * middle + ([last] if last is not None else [])
+    starts = [sum(counts[:i]) for i in range(lay.pp)]
+    return tuple(range(s, s + c) for s, c in zip(starts, counts, strict=True))
+
+
+def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range, ...]) -> list[str]:
+    """What the layout cannot split, and pipeline stages that would start on a layer without an index of its own."""
+    lay, engine, out = config.trainer.layout, config.engine, []
+
+    def divides(size: int, what: str, key: str, parts: int):
+        if size % parts:
+            out.append(f"{key} = {parts} does not divide the model's {size} {what}")
+
+    divides(shape.heads, "attention heads", "trainer.layout.tp", lay.tp)
+    divides(shape.kv_heads, "key-value heads", "trainer.layout.tp", lay.tp)
+    divides(shape.ffn, "MLP columns", "trainer.layout.tp", lay.tp)
+    divides(shape.heads, "attention heads", "engine.tp / engine.dp_attention", engine.tp // engine.dp_attention)
+    if shape.experts:
+        divides(shape.experts, "experts", "trainer.layout.ep", lay.ep)
+        divides(shape.expert_ffn, "columns of an expert", "trainer.layout.etp", lay.etp)
+        divides(shape.experts, "experts", "engine.ep", engine.ep)
+    else:
+        out += [f"{key} = {n}, but the model has no experts" for key, n in (("trainer.layout.ep", lay.ep), ("trainer.layout.etp", lay.etp), ("engine.ep", engine.ep)) if n > 1]
+    computing = [i for i, layer in enumerate(shape.layers) if layer.indexes]
+    for number, layers in enumerate(stages, 1):
+        if not shape.layers[layers.start].indexes:
+            before = max(i for i in computing if i < layers.start)
+            after = min((i for i in computing if i > layers.start), default=None)
+            near = f"{before + 1}" + (f" or {after + 1}" if after is not None else "")
+            out.append(f"trainer.layout: pipeline stage {number} starts on layer {layers.start + 1}, which reuses the sparse index of layer {before + 1} "
+                       f"on another stage; expected a start on a layer that computes its own (nearest: {near}); set first_stage_layers / last_stage_layers")
+    if shape.max_context and config.model.max_context > shape.max_context:
+        out.append(f"model.max_context = {config.model.max_context} is beyond the {shape.max_context} positions the model was made for")
+    return out
+
+
+# -- trainer -----------------------------------------------------------------------------------------------------------------
+def _rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
+    """Parameters one rank of a stage holds: (dense, routed experts)."""
+    lay = config.trainer.layout
+    part = [shape.layers[i] for i in layers]
+    dense = sum((x.attention + x.mlp) / lay.tp + x.replicated for x in part)
+    if stage == 0:
+        dense += shape.embedding / lay.tp
+    if stage == lay.pp - 1:
+        dense += shape.hidden + (shape.head or (shape.embedding if lay.pp > 1 else 0)) / lay.tp  # a tied head on its own stage is a copy
+    return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
+
+
+def _state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+    """Optimizer state of one rank: dense parts are divided over the data- and context-parallel ranks, experts over the expert-data-parallel ones."""
+    lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
+    dense, experts = _rank_parameters(config, shape, stage, layers)
+    bytes_each = STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)  # fp32 training has no second fp32 copy
+    return bytes_each * (dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))) / GB
+
+
+def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> StagePlan:
+    dense, experts = _rank_parameters(config, shape, stage, layers)
+    count = dense + experts
+    streamed = config.trainer.optimizer.state == "stream"
+    state = Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk") if streamed else \
+        Item("optimizer", _state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
+    return StagePlan(stage, layers.start + 1, layers.stop, count, (
+        Item("weights", count * TRAINER_BYTES[config.model.trainer_precision] / GB),
+        Item("gradients", count * GRADIENT_BYTES / GB, "accumulated in fp32"),
+        state,
+        Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
+        Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
+    ))
+
+
+def activations_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+    """Estimate of a rank's peak activations, GB: inputs kept per layer and micro-batch in flight (1F1B: pp - stage of them), one layer's
+    forward and backward, and on the last stage the logits (fp32 value, softmax, gradient). With full recomputation only the layer
+    inputs are kept. Tokens of the layer inputs and of the dispatch are divided by tp (sequence parallelism)."""
+    lay, tokens = config.trainer.layout, config.trainer.max_tokens_per_microbatch
+    width = 4 if config.model.trainer_precision == "fp32" else 2
+    share = tokens / lay.tp
+    works = [width * _layer_elements(shape, shape.layers[i], share, lay.etp) for i in layers]
+    kept = [share * shape.hidden * width] * len(works) if config.trainer.recompute == "full" else works
+    logits = tokens * shape.vocab / lay.tp * 12 if stage == lay.pp - 1 else 0
+    return (sum(kept) * (lay.pp - stage) + max(2 * max(works), logits)) / GB
+
+
+def _layer_elements(shape: ModelShape, layer: LayerShape, share: float, etp: int) -> float:
+    """Elements one layer's forward makes on a rank: query, key, value, output, MLP, and 4 hidden vectors a token; routed experts see
+    `top_k` copies of a token, dispatched and combined. Each tp rank works on all the tokens with its 1/tp of the columns."""
+    dense = share * (shape.attention_width + 4 * shape.hidden + layer.mlp / shape.hidden)
+    if not layer.experts:
+        return dense
+    return dense + share * shape.top_k * ROUTING_IMBALANCE * (2 * shape.hidden * etp + 3 * shape.expert_ffn)
+
+
+def _trainer_fit(config: MilesConfig, site: SiteConfig, stages: tuple[StagePlan, ...]) -> list[str]:
+    worst = max(stages, key=lambda s: s.total_gb)
+    if worst.total_gb <= site.gpu_memory_gb:
+        return []
+    parts = ", ".join(f"{i.name} {i.gb:.0f}" for i in worst.items)
+    state = next(i for i in worst.items if i.name == "optimizer")
+    if config.trainer.optimizer.state == "resident" and worst.total_gb - state.gb + STREAM_BUFFERS_GB <= site.gpu_memory_gb:
+        do = f"the resident optimizer state ({state.gb:.0f} GB) is what does not fit: set trainer.optimizer.state = 'stream'"
+    else:
+        do = "use more trainer ranks (cluster.trainer.nodes, trainer.layout), fewer trainer.max_tokens_per_microbatch, or GPUs with more memory"
+    return [f"trainer stage {worst.stage + 1} needs {worst.total_gb:.0f} GB a GPU ({parts}), the site's GPUs have {site.gpu_memory_gb:g} GB; {do}"]
+
+
+# -- engine ------------------------------------------------------------------------------------------------------------------
+def kv_bytes_per_token(config: MilesConfig, shape: ModelShape) -> float:
+    """KV cache bytes of one token on one GPU, over all layers. Sparse MLA in fp8 stores 512 fp8 values with one fp32 scale per 128 and
+    the 64 rotary values in bf16: 656 bytes a layer; its index key is fp8 with one fp32 scale (SGLang 0.5.23, mem_cache)."""
+    layers = len(shape.layers) + (len(shape.draft) if config.engine.speculative else 0)
+    native = 4 if config.model.rollout_precision == "fp32" else 2
+    width = 1 if config.engine.kv_cache.startswith("fp8") else native
+    index = shape.index_dim + shape.index_dim // 128 * 4
+    if shape.kv_latent:
+        row = shape.kv_latent + shape.kv_latent // 128 * 4 + 2 * shape.kv_rope if shape.sparse and width == 1 else (shape.kv_latent + shape.kv_rope) * width
+        return layers * (row + index)
+    attention_tp = config.engine.tp // config.engine.dp_attention
+    return layers * 2 * math.ceil(shape.kv_heads / attention_tp) * shape.head_dim * width
+
+
+def _engine(config: MilesConfig, site: SiteConfig, shape: ModelShape) -> tuple[EnginePlan, list[str]]:
+    e = config.engine
+    attention_tp = e.tp // e.dp_attention  # what dp-attention does not split is repeated: an upper bound for shared experts and embeddings
+    layers = shape.layers + (shape.draft if e.speculative else ())
+    width = ENGINE_BYTES[config.model.rollout_precision]
+    plain = 4 if config.model.rollout_precision == "fp32" else 2  # embeddings, head, router and norms are not quantized
+    weights = (width * sum(x.experts * x.expert / e.tp + (x.attention + x.mlp) / attention_tp for x in layers)
+               + plain * (sum(x.replicated for x in layers) + (shape.embedding + (shape.head or shape.embedding)) / attention_tp)) / GB
+    room = site.gpu_memory_gb * e.memory_fraction - weights
+    per_token = kv_bytes_per_token(config, shape)
+    fits = max(0, int(room * GB / per_token))
+    tokens = min(fits, e.max_total_tokens or fits)
+    ranks = config.cluster.rollout.ranks * e.dp_attention
+    worst = math.ceil(config.rollout.in_flight / ranks) * config.rollout.max_session_tokens
+    plan = EnginePlan((Item("weights", weights), Item("KV cache", tokens * per_token / GB),
+                       Item("work space", site.gpu_memory_gb * (1 - e.memory_fraction), "1 - engine.memory_fraction")), per_token, tokens, worst)
+    if room <= 0:
+        return plan, [f"engine: weights of {weights:.0f} GB a GPU exceed engine.memory_fraction x {site.gpu_memory_gb:g} GB = "
+                      f"{site.gpu_memory_gb * e.memory_fraction:.0f} GB; raise engine.tp (more GPUs an engine), lower model.rollout_precision, or use larger GPUs"]
+    if tokens < config.rollout.max_session_tokens:
+        return plan, [f"engine: room for {tokens:,} tokens of KV cache, one session may have rollout.max_session_tokens = "
+                      f"{config.rollout.max_session_tokens:,}; raise engine.tp, engine.memory_fraction or engine.max_total_tokens"]
+    return plan, []

@@ -1,0 +1,145 @@
+"""The memory plan: small layouts worked by hand, and the 744B job."""
+
+import json
+
+import pytest
+
+from miles.config import load_config, load_site
+from miles.config.memory import draft_plan, kv_bytes_per_token, memory_plan, stage_layers
+from miles.config.shape import find_hf_config, model_shape
+from miles.config.schema import SiteConfig
+from miles.core import ConfigError
+
+GLM = "configs/glm52_async.toml"
+
+# hidden 8, 4 layers (1 dense), 2 heads of 4, MLP 16, 4 experts of 6 columns, top-2, one shared expert, vocabulary 32
+SMALL = dict(model_type="glm4_moe", hidden_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=4, intermediate_size=16,
+             moe_intermediate_size=6, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, vocab_size=32)
+
+
+def small(*changes):
+    """4 ranks on one node with GPUs: tp 2, pp 2, ep 2."""
+    return load_config("configs/tiny_async.toml", (
+        "cluster.trainer.ranks_per_node=4", "cluster.trainer.gpus_per_node=4", "trainer.layout.tp=2", "trainer.layout.pp=2", "trainer.layout.ep=2",
+        "model.trainer_precision=bf16", "model.rollout_precision=bf16", *changes))
+
+
+def items(stage):
+    return {i.name: round(i.gb * 1e9) for i in stage.items}
+
+
+def glm(*changes):
+    config = load_config(GLM, changes)
+    return config, load_site(config.cluster.site)
+
+
+def test_a_small_layout_worked_by_hand():
+    plan = draft_plan(small(), SiteConfig(), SMALL)
+    # per layer: attention 4 x 8 x 8 = 256; dense MLP 3 x 8 x 16 = 384; expert 3 x 8 x 6 = 144; norms 16; router 4 x 8 + 4 = 36
+    # embedding and head 32 x 8 = 256 each, final norm 8
+    # stage 1 (layers 1, 2), tp 2, ep 2: 256/2 + [256 + 384]/2 + 16 + [256 + 144]/2 + 16 + 36 + 4 x 144 / 2 = 1004
+    # stage 2 (layers 3, 4): 2 x ([256 + 144]/2 + 52 + 288) + 8 + 256/2 = 1216
+    assert [s.parameters for s in plan.stages] == [1004, 1216]
+    assert [(s.first_layer, s.last_layer) for s in plan.stages] == [(1, 2), (3, 4)]
+    assert [items(s)["weights"] for s in plan.stages] == [2008, 2432]
+    assert [items(s)["gradients"] for s in plan.stages] == [4016, 4864]
+    # 4 ranks: one data-parallel rank for the dense part and, with ep 2, one for the experts: 12 bytes of everything
+    assert [items(s)["optimizer"] for s in plan.stages] == [12 * 1004, 12 * 1216]
+
+
+def test_optimizer_state_is_divided_over_the_data_parallel_ranks_of_each_part():
+    # tp 1, pp 1, ep 2 on 4 ranks: dense state over 4 ranks, experts over 2
+    plan = draft_plan(small("trainer.layout.tp=1", "trainer.layout.pp=1"), SiteConfig(), SMALL)
+    dense = 256 + 384 + 16 + 256 + 3 * (256 + 144 + 16 + 36) + 8 + 256
+    experts = 3 * 4 * 144 // 2
+    assert plan.stages[0].parameters == dense + experts
+    assert items(plan.stages[0])["optimizer"] == 12 * dense / 4 + 12 * experts / 2
+
+
+def test_activations_worked_by_hand():
+    plan = draft_plan(small("trainer.max_tokens_per_microbatch=1000", "trainer.recompute=full", "rollout.max_session_tokens=640"), SiteConfig(), SMALL)
+    # 500 tokens a tensor-parallel rank; bf16. attention width 2 x 8 + 2 x 8 = 32, 4 x 8 hidden, MLP columns 3 x 16 or 3 x 6
+    dense_layer = 500 * (32 + 32 + 48)
+    moe_layer = 500 * (32 + 32 + 18) + 500 * 2 * 1.5 * (16 + 18)
+    assert moe_layer > dense_layer
+    kept = 2 * 500 * 8 * 2  # two layer inputs
+    assert items(plan.stages[0])["activations"] == 2 * kept + 2 * 2 * moe_layer  # two micro-batches in flight on the first stage
+    logits = 1000 * 16 * 12
+    assert items(plan.stages[1])["activations"] == kept + max(logits, 2 * 2 * moe_layer)
+
+
+def test_kv_cache_bytes_of_grouped_and_of_latent_attention():
+    config, _ = glm()
+    # 656 bytes of latent and 132 of index key a layer, 78 layers and the draft layer
+    assert kv_bytes_per_token(config, model_shape(find_hf_config(config))) == 79 * (656 + 132)
+    assert kv_bytes_per_token(small(), model_shape(SMALL)) == 4 * 2 * 2 * 4 * 2  # 4 layers, key and value, 2 heads of 4, bf16
+
+
+def test_the_744b_job_fits_only_with_streamed_state():
+    config, site = glm()
+    plan = memory_plan(config, site)
+    assert round(plan.resident_state_gb) == 279
+    assert [(s.first_layer, s.last_layer) for s in plan.stages] == [(1, 18), (19, 38), (39, 58), (59, 78)]
+    assert max(s.total_gb for s in plan.stages) < site.gpu_memory_gb
+    # fullest rank: 20 layers x 32 experts x 37,748,736 = 24.16 B parameters of experts, 12 bytes each, on one rank of a node of four
+    assert plan.disk_per_node_gb > 4 * 12 * 24.16
+    with pytest.raises(ConfigError, match=r"resident optimizer state \(298 GB\) is what does not fit: set trainer.optimizer.state = 'stream'"):
+        memory_plan(*glm("trainer.optimizer.state=resident"))
+
+
+def test_the_744b_job_does_not_fit_80_gb_gpus_and_a_small_disk():
+    config, _ = glm()
+    with pytest.raises(ConfigError, match="the site's GPUs have 80 GB"):
+        memory_plan(config, load_site("configs/sites/h100.toml"))
+    with pytest.raises(ConfigError, match="needs 1193 GB of disk a trainer node, the site has node_disk_gb = 1000"):
+        memory_plan(config, SiteConfig(gpu_memory_gb=279, node_disk_gb=1000))
+
+
+def test_a_stage_that_would_reuse_another_stages_index_is_refused():
+    with pytest.raises(ConfigError, match=r"pipeline stage 2 starts on layer 20, which reuses the sparse index of layer 19 .*nearest: 19 or 23"):
+        memory_plan(*glm("trainer.layout.first_stage_layers=19", "trainer.layout.last_stage_layers=19"))
+
+
+def test_layers_that_do_not_split_are_refused():
+    config = load_config(GLM, ("trainer.layout.last_stage_layers=19",))
+    with pytest.raises(ConfigError, match=r"78 layers do not split over pp = 4 .*\(41 layers left for 2 stages\)"):
+        stage_layers(config, 78)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ("trainer.layout.tp=4", "trainer.layout.tp = 4 does not divide the model's 2 attention heads"),
+    ("engine.ep=3", "engine.ep = 3 does not divide the model's 4 experts"),
+    ("model.max_context=4096", "model.max_context = 4096 is beyond the 2048 positions"),
+])
+def test_sizes_that_do_not_divide_are_named(change, message):
+    config = small("cluster.trainer.ranks_per_node=8", "cluster.trainer.gpus_per_node=8", "engine.tp=3", "cluster.rollout.gpus_per_node=3", change)
+    with pytest.raises(ConfigError, match=message):
+        draft_plan(config, SiteConfig(), {**SMALL, "max_position_embeddings": 2048})
+
+
+def test_expert_parallelism_of_a_dense_model_is_refused():
+    dense = {k: v for k, v in SMALL.items() if "expert" not in k} | {"model_type": "llama"}
+    with pytest.raises(ConfigError, match="trainer.layout.ep = 2, but the model has no experts"):
+        draft_plan(small(), SiteConfig(), dense)
+
+
+def test_asynchronous_mode_on_shared_gpus_is_refused_with_the_reason():
+    with pytest.raises(ConfigError, match="cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once"):
+        load_config(GLM, ("cluster.placement=shared",))
+
+
+def test_two_ranks_on_one_gpu_are_refused():
+    with pytest.raises(ConfigError, match="cluster.trainer: 8 ranks per node on 4 GPUs"):
+        load_config(GLM, ("cluster.trainer.ranks_per_node=8",))
+
+
+def test_the_plan_prints_and_is_json():
+    plan = memory_plan(*glm())
+    assert "optimizer state if resident: 279 GB a rank" in plan.table()
+    assert json.loads(json.dumps(plan.to_json()))["stages"][3]["first_layer"] == 59
+
+
+def test_a_model_without_config_json_is_named(tmp_path):
+    config = load_config(GLM, (f"model.path={tmp_path}/nothing",))
+    with pytest.raises(ConfigError, match="has no config.json and no stored model has that name"):
+        find_hf_config(config)
