@@ -3,7 +3,8 @@
 Owns no state that a run needs: a lost message costs time, never data.
 """
 
+from miles.comm.entry import run_rank
 from miles.comm.link import Link
 from miles.comm.world import World
 
-__all__ = ["Link", "World"]
+__all__ = ["Link", "World", "run_rank"]

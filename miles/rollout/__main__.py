@@ -1,0 +1,58 @@
+"""`python -m miles.rollout RUN`: one MPI rank of the rollout step, started by `miles.cluster.supervise`.
+
+Every rank runs a Worker; rank 0 runs the Leader too. The pump below moves their messages; it polls MPI and never blocks in it.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+
+
+async def rollout(run, world, epoch: int, attempt: int) -> int:
+    from miles.core import Role
+    from miles.env import load_tasks
+    from miles.log import RunLog
+    from miles.rollout.leader import Leader
+    from miles.rollout.worker import Worker
+    from miles.weights.store import WeightStore
+
+    log = RunLog(run.log_path(attempt, Role.ROLLOUT, world.rank, epoch), role="rollout", rank=world.rank, attempt=attempt, epoch=epoch)
+    tasks = {t.name: t for t in load_tasks(run.config.tasks.path)}
+    worker = Worker(run, world.rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
+    leader = Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest) if world.leader else None
+    life = asyncio.create_task(worker.run())
+    while not life.done():
+        for source, message in world.poll():
+            if message["kind"] == "assign":
+                worker.assign(message["group"], message["sample"], message["task"])
+            elif message["kind"] == "look":
+                worker.look()
+                if run.finished:
+                    worker.stop()
+            elif leader is not None:
+                leader.receive(source, message)
+        if leader is not None:
+            await leader.tick()
+        await asyncio.sleep(0.005)
+    await life  # raises what ended it
+    if leader is not None:
+        leader.close()
+    log.close()
+    return 0
+
+
+def main() -> int:
+    from miles.comm import World
+    from miles.rundir import RunDir
+
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the trainer checkpoints; this side has nothing that is not on disk already
+    run = RunDir(sys.argv[1])
+    world = World(run.config.cluster.rollout.ranks)
+    return asyncio.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"])))
+
+
+if __name__ == "__main__":
+    from miles.comm import run_rank
+
+    run_rank(main)

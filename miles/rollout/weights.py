@@ -1,0 +1,127 @@
+"""Keeps one engine at the newest published weights: pull while it generates, pause, apply, resume, acknowledge with a digest.
+
+    behind?  ->  read and verify the patch (the engine goes on generating)
+             ->  pause in place  ->  hand over the changed tensors  ->  resume
+             ->  checksum of the engine's memory == the publisher's?  ->  acknowledge, or the engine is poisoned
+
+A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import torch
+
+from miles.core import EnvironmentFault, MilesError, Role, StructureError
+from miles.engine import EngineClient
+from miles.engine.digest import combine_checksums
+from miles.log import RunLog
+from miles.rundir import RunDir
+from miles.weights.acks import Ack, write_ack
+from miles.weights.follow import Follower
+from miles.weights.store import Manifest, WeightStore
+
+
+class EnginePoisoned(MilesError):
+    """The engine's memory is not a published version (a partial apply, another digest): restart it."""
+
+
+class EngineWeights:
+    """Weights of one engine incarnation. `version` is -1 until it serves a version of this run."""
+
+    def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog):
+        self._run, self._rank, self._epoch, self._incarnation = run, rank, epoch, incarnation
+        self._client, self._log, self._pause = client, log, run.config.weights.pause
+        self.store = WeightStore(run)
+        self._follower = Follower(self.store)
+        self._joined: set[str] = set()  # broadcast groups
+        self.version = -1
+        self._acknowledge(-1, "")
+
+    async def follow(self) -> bool:
+        """Bring the engine to the newest version if that can be done now. Returns whether its version changed.
+
+        Raises EnginePoisoned when the engine may hold a mixture of versions.
+        """
+        newest = self.store.newest()
+        if newest is None or newest <= self.version:
+            return False
+        try:
+            manifest = self.store.manifest(newest)
+        except FileNotFoundError:
+            return False  # retired while we looked
+        member = manifest.extra.get("group", {}).get("members", {}).get(str(self._rank))
+        if manifest.encoding == "broadcast":
+            if member is None or manifest.base != self.version:
+                return False  # not for us; the trainer sees our acknowledgement and publishes a keyframe
+            await self._apply_broadcast(manifest, member)
+        elif not await self._apply_files(newest):
+            return False
+        return True
+
+    async def _apply_files(self, newest: int) -> bool:
+        start = time.monotonic()
+        try:
+            step = await asyncio.to_thread(self._follower.advance, newest)
+        except (StructureError, FileNotFoundError) as e:
+            self._acknowledge(self.version, "", error=str(e))  # go on with what is served; the next keyframe repairs
+            return False
+        if step is None:
+            return False
+        manifest, changed = step
+        pulled = time.monotonic()
+        first = self.version < 0  # a fresh engine has the model folder's weights: give it all
+        state = self._follower.state
+        tensors = {n: state[n] for n in (state if first else changed)}
+        async def apply():
+            if tensors:
+                await self._client.update_tensors(tensors, newest)
+            else:
+                await self._client.set_version(newest)
+        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk")
+        return True
+
+    async def _apply_broadcast(self, manifest: Manifest, member: int) -> None:
+        start = time.monotonic()
+        group = manifest.extra["group"]
+        names = list(manifest.tensors)
+        async def apply():
+            if group["name"] not in self._joined:
+                await self._client.init_broadcast(group["address"], group["port"], rank=member, world_size=group["world"], group=group["name"],
+                                                  backend="nccl" if torch.cuda.is_available() else "gloo")
+                self._joined.add(group["name"])
+            await self._client.update_from_broadcast(names, [manifest.tensors[n]["dtype"] for n in names], [manifest.tensors[n]["shape"] for n in names],
+                                                     manifest.version, group=group["name"])
+        self._follower.forget()
+        size = sum(torch.Size(t["shape"]).numel() * getattr(torch, t["dtype"]).itemsize for t in manifest.tensors.values())
+        await self._while_paused(apply, manifest, start, start, size, "broadcast")
+
+    async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str) -> None:
+        try:
+            await self._client.pause(self._pause)
+            paused = time.monotonic()
+            await apply()
+            applied = time.monotonic()
+            await self._client.resume()
+            resumed = time.monotonic()
+            got = combine_checksums(await self._client.checksums())
+        except (EnvironmentFault, StructureError) as e:
+            self._acknowledge(-1, "", error=str(e))
+            raise EnginePoisoned(f"rank {self._rank}: v{manifest.version} was not applied whole: {e}", "an engine at exactly one version",
+                                 "nothing: the engine is restarted from a keyframe") from e
+        ok = got == manifest.extra["checksum"]
+        self._log.row("weights", version=manifest.version, step=manifest.step, transport=transport, bytes=size, wait_s=max(0.0, time.time() - manifest.published
+                      - (time.monotonic() - start)), pull_s=pulled - start, pause_s=resumed - pulled, apply_s=applied - paused,
+                      verify_s=time.monotonic() - resumed, total_s=time.time() - manifest.published, ok=ok)
+        if not ok:
+            self._acknowledge(-1, got, error="digest")
+            raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", manifest.extra["checksum"],
+                                 "nothing: the engine is restarted from a keyframe")
+        self.version = manifest.version
+        self._acknowledge(self.version, got)
+
+    def _acknowledge(self, version: int, digest: str, error: str = "") -> None:
+        self._run.check_epoch(Role.ROLLOUT, self._epoch)
+        write_ack(self._run, Ack(self._rank, self._epoch, self._incarnation, version, digest, error))

@@ -1,0 +1,158 @@
+"""One rollout rank: its engine, and the trajectories it is given.
+
+    for each incarnation of the engine:
+        start it  ->  bring it to the newest weights  ->  open the session server  ->  tell the leader "up"
+        while it lives: follow new weight versions
+        tell the leader "down"; running trajectories fail by themselves and are assigned elsewhere
+
+A trajectory is one episode of the environment played through a session: every token of it comes from the engine's replies, its
+record is published as a part file, and only then is the leader told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from miles.buffer import write_part
+from miles.config import MilesConfig
+from miles.core import EnvironmentFault, StructureError, Trajectory
+from miles.engine import EngineClient, EngineProcess
+from miles.env import EpisodeLimits, Task, run_episode
+from miles.log import RunLog
+from miles.rollout.weights import EnginePoisoned, EngineWeights
+from miles.rundir import RunDir
+from miles.session import SessionServer, SessionService, Tokenizer
+
+Report = Callable[[dict[str, Any]], None]
+LOOK_S = 1.0
+
+
+class Worker:
+    """Runs until `stop` is called or its engine has died too often."""
+
+    def __init__(self, run: RunDir, rank: int, epoch: int, attempt: int, tasks: Mapping[str, Task], log: RunLog, report: Report):
+        c: MilesConfig = run.config
+        self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
+        self._limits = EpisodeLimits.from_config(c)
+        self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
+        self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
+        self._tokenizer = Tokenizer.load(c.model.path, c.model.boundary)
+        self._service: SessionService | None = None
+        self._running: set[asyncio.Task] = set()
+        self._look, self._stopping = asyncio.Event(), asyncio.Event()
+        self._logged = 0.0
+
+    # -- what the message pump calls -----------------------------------------------------------------------------------------
+    def assign(self, group: int, sample: int, task: str) -> None:
+        """Start one trajectory."""
+        job = asyncio.create_task(self._trajectory(group, sample, self._tasks[task]))
+        self._running.add(job)
+        job.add_done_callback(self._running.discard)
+
+    def look(self) -> None:
+        """There may be a newer weight version."""
+        self._look.set()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._look.set()
+
+    # -- the engine's life ---------------------------------------------------------------------------------------------------
+    async def run(self) -> None:
+        """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times."""
+        deaths = 0
+        while not self._stopping.is_set():
+            try:
+                await self._incarnation(deaths)
+            except EnginePoisoned as e:
+                cause = str(e)
+            else:
+                cause = f"the engine ended with status {self._process.returncode}"
+            self._service = None
+            self._report({"kind": "down"})
+            await self._process.stop()
+            if self._stopping.is_set():
+                return
+            deaths += 1
+            if deaths > self._run.config.engine.restarts:
+                raise EnvironmentFault(f"rank {self._rank}: {cause}; that was death {deaths}\n{self._process.log_tail()}",
+                                       f"at most engine.restarts = {self._run.config.engine.restarts} restarts", "read the engine's log")
+            print(f"rank {self._rank}: {cause}; restarting it ({deaths})", flush=True)
+
+    async def _incarnation(self, number: int) -> None:
+        c = self._run.config
+        url = await self._process.start()
+        client = EngineClient(url, self._run.token, c.model.path, max_context=c.model.max_context)
+        try:
+            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
+            while not await weights.follow() and await self._wait_look():
+                pass  # no traffic before the engine has a version of this run
+            service = SessionService(client, self._tokenizer, c.rollout)
+            async with SessionServer(service, self._run.token, first_port=c.engine.port_base + 10_000 + self._rank * 20) as server:
+                self._url_file.write_text(server.url + "\n")
+                self._service = service
+                while await self._wait_look():
+                    self._report({"kind": "up", "version": weights.version})
+                    await weights.follow()
+                    self._log_engine(client, number)
+                self._service = None
+        finally:
+            await client.close()
+
+    async def _wait_look(self) -> bool:
+        """Sleep until there may be something new; False when the engine is dead or this rank is to stop."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._look.wait(), LOOK_S)
+        self._look.clear()
+        return self._process.alive and not self._stopping.is_set()
+
+    # -- trajectories --------------------------------------------------------------------------------------------------------
+    async def _trajectory(self, group: int, sample: int, task: Task) -> None:
+        start, cause, record = time.monotonic(), None, None
+        try:
+            record = await self._play(group, sample, task)
+            await asyncio.to_thread(write_part, self._run, self._epoch, record)
+        except StructureError as e:
+            cause = f"dropped:{e.cause}"
+        except EnvironmentFault as e:
+            cause = "retried:engine" if not self._process.alive or self._service is None else "retried:environment"
+            print(f"g{group}s{sample} {task.name}: {e}", flush=True)
+        self._log_trajectory(group, sample, task, record, cause, time.monotonic() - start)
+        self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
+
+    async def _play(self, group: int, sample: int, task: Task) -> Trajectory:
+        if self._service is None:
+            raise EnvironmentFault(f"rank {self._rank} has no engine now", "a living engine", "nothing: the sample is assigned again")
+        start = time.monotonic()
+        session = self._service.open(f"g{group:08d}s{sample:03d}.{self._epoch}")
+        try:
+            episode = await run_episode(task, session.chat, self._limits)
+            tokens = session.assemble()
+        finally:
+            await session.close()
+        return Trajectory(
+            group_id=group, sample=sample, task_id=task.name, tokens=tokens.tokens, loss_mask=tokens.loss_mask, logprobs=tokens.logprobs,
+            versions=tokens.versions, routes=tokens.routes, reward=episode.reward, finish_reason=episode.finish, turns=episode.turns,
+            exact=tokens.exact, cached_tokens=tokens.cached_tokens, cacheable_tokens=tokens.cacheable_tokens, prompt_tokens=tokens.prompt_tokens,
+            seconds=time.monotonic() - start, meta={"rank": self._rank, "env_s": episode.env_s, "engine_s": tokens.engine_s},
+        )
+
+    # -- log -----------------------------------------------------------------------------------------------------------------
+    def _log_trajectory(self, group: int, sample: int, task: Task, t: Trajectory | None, cause: str | None, seconds: float) -> None:
+        sampled = t.versions[t.loss_mask.astype(bool)] if t else None
+        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, reward=t.reward if t else float("nan"),
+                      turns=t.turns if t else 0, tokens=len(t.tokens) if t else 0, sampled_tokens=len(sampled) if t else 0,
+                      prompt_tokens=t.prompt_tokens if t else 0, cached_tokens=t.cached_tokens if t else 0,
+                      cacheable_tokens=t.cacheable_tokens if t else 0, seconds=seconds, engine_s=t.meta["engine_s"] if t else 0.0,
+                      env_s=t.meta["env_s"] if t else 0.0, oldest_version=int(sampled.min()) if t else -1,
+                      newest_version=int(sampled.max()) if t else -1, finish=t.finish_reason if t else "", status=cause or "ok")
+
+    def _log_engine(self, client: EngineClient, restarts: int) -> None:
+        if time.monotonic() - self._logged > 2.0:
+            self._logged = time.monotonic()
+            self._log.row("engine", rank=self._rank, active=client.active, version=client.version, generated_tokens=client.generated_tokens,
+                          restarts=restarts)

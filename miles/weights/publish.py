@@ -1,0 +1,117 @@
+"""`Publisher`: the trainer leader's side. Gives each set of weights a number and sends it by the configured transport.
+
+`disk` writes a delta against the version before, and a keyframe at the start of each trainer epoch and every `keyframe_every` versions.
+`broadcast` sends over a process group when every engine serves the version before; otherwise (first version, an engine that restarted, a
+broken group) it falls back to a keyframe on disk and says so in what it returns.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from miles.core import EnvironmentFault, Role
+from miles.rundir import RunDir
+from miles.weights.acks import Ack, read_acks
+from miles.weights.broadcast import BroadcastGroup
+from miles.weights.store import Manifest, State, WeightStore
+
+Checksum = Callable[[State], str]
+
+
+@dataclass(frozen=True)
+class Published:
+    version: int
+    transport: str  # disk | broadcast
+    bytes: int
+    seconds: float
+    note: str = ""  # why a broadcast fell back to disk
+
+
+class Publisher:
+    """Holds the last published state on the host: the base of the next delta, and what a late engine is sent."""
+
+    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum):
+        self._run, self._epoch, self._store, self._wake, self._checksum = run, epoch, store, wake, engine_checksum
+        self._config = run.config.weights
+        self._state: State | None = None
+        self._step = 0
+        self._since_keyframe = 0
+        self._group: BroadcastGroup | None = None
+        self._members: tuple = ()
+        self._groups_made = 0
+        self.version = store.newest() or 0  # numbers go on where any earlier epoch stopped
+
+    def publish(self, step: int, state: State) -> Published:
+        """Publish `state` (Hugging Face names, CPU tensors, not modified afterwards) as the next version."""
+        start, note = time.monotonic(), ""
+        if self._config.transport == "broadcast":
+            try:
+                m = self._broadcast(step, state)
+                if m is not None:
+                    return self._done(step, state, m, "broadcast", sum(t.nbytes for t in state.values()), start, "")
+                note = "an engine does not serve the version before"
+            except EnvironmentFault as e:
+                note = e.found
+                self._leave_group()
+        m = self._disk(step, state)
+        return self._done(step, state, m, "disk", m.file_size, start, note)
+
+    def serve_late(self) -> Published | None:
+        """Broadcast mode: an engine that (re)started waits for a version that files lead to. Publish the current weights again, as a keyframe."""
+        if self._config.transport != "broadcast" or self._state is None or self._store.manifest(self.version).encoding != "broadcast":
+            return None
+        if all(a.version >= 0 for a in self._acks().values()):
+            return None
+        start = time.monotonic()
+        m = self._disk(self._step, self._state)
+        return self._done(self._step, self._state, m, "disk", m.file_size, start, "a late engine")
+
+    # -- transports ----------------------------------------------------------------------------------------------------------
+    def _disk(self, step: int, state: State) -> Manifest:
+        delta = self._config.transport == "disk" and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
+        extra = {"checksum": self._checksum(state)}
+        m = self._store.publish(self.version + 1, step, state, self._epoch, extra=extra,
+                                **({"previous": self._state, "base": self.version} if delta else {}))
+        self._since_keyframe = self._since_keyframe + 1 if delta else 0
+        self._store.retire(self._config.keep_keyframes)
+        self._wake()
+        return m
+
+    def _broadcast(self, step: int, state: State) -> Manifest | None:
+        acks = self._acks()
+        expected = self._run.config.cluster.rollout.ranks
+        if self._state is None or len(acks) != expected or any(a.version != self.version or a.error for a in acks.values()):
+            return None
+        members = tuple((a.rank, a.epoch, a.incarnation) for a in acks.values())
+        fresh = members != self._members
+        if fresh:
+            self._leave_group()
+            self._groups_made += 1
+            self._group = BroadcastGroup(f"miles-{self._epoch}-{self._groups_made}", expected * self._run.config.engine.tp, self._config.ack_timeout_s)
+        group = self._group
+        extra = {"checksum": self._checksum(state), "group": {
+            "name": group.name, "address": group.address, "port": group.port, "world": group.world, "tp": self._run.config.engine.tp,
+            "members": {str(rank): 1 + i * self._run.config.engine.tp for i, (rank, _, _) in enumerate(members)},
+        }}
+        m = self._store.publish_broadcast(self.version + 1, step, state, self._epoch, base=self.version, extra=extra)
+        self.version = m.version  # the number is used up, also when the sending fails
+        self._wake()
+        if fresh:
+            group.join()
+            self._members = members
+        group.send(state)
+        return m
+
+    def _done(self, step, state, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
+        self.version, self._step, self._state = m.version, step, state
+        return Published(m.version, transport, size, time.monotonic() - start, note)
+
+    def _acks(self) -> dict[int, Ack]:
+        return read_acks(self._run, self._run.current_epoch(Role.ROLLOUT))
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.close()
+        self._group, self._members = None, ()

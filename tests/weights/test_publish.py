@@ -1,0 +1,83 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles.config import load_config
+from miles.rundir import RunDir
+from miles.weights.acks import Ack, write_ack
+from miles.weights.publish import Publisher
+from miles.weights.store import WeightStore
+
+
+def state(seed):
+    g = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(8, 4, generator=g), "b": torch.randn(3, generator=g).bfloat16()}
+
+
+def make(tmp_path, transport, **kw):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"weights.transport={transport}", "weights.keyframe_every=3",
+                                                                *(f"{k}={v}" for k, v in kw.items()))))
+    wakes = []
+    return run, wakes, Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: wakes.append(1), lambda s: "sum")
+
+
+def test_disk_writes_a_keyframe_first_then_deltas_then_a_keyframe_again(tmp_path):
+    run, wakes, p = make(tmp_path, "disk")
+    for step in range(5):
+        p.publish(step, state(step))
+    store = WeightStore(run)
+    assert [store.manifest(v).encoding for v in store.versions()] == ["keyframe", "delta", "delta", "keyframe", "delta"]
+    assert [store.manifest(v).base for v in store.versions()] == [None, 1, 2, None, 4]
+    assert store.manifest(5).extra["checksum"] == "sum" and len(wakes) == 5
+
+
+def test_a_restarted_trainer_goes_on_counting_and_starts_with_a_keyframe(tmp_path):
+    run, _, p = make(tmp_path, "disk")
+    p.publish(0, state(0))
+    p.publish(1, state(1))
+    again = Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: "")
+    assert again.publish(0, state(0)).version == 3
+    assert WeightStore(run).manifest(3).encoding == "keyframe"
+
+
+def test_broadcast_falls_back_to_a_keyframe_while_an_engine_is_missing_and_says_so(tmp_path):
+    run, _, p = make(tmp_path, "broadcast")
+    run.new_epoch("rollout")
+    first = p.publish(0, state(0))
+    assert (first.transport, first.note) == ("disk", "an engine does not serve the version before")
+    write_ack(run, Ack(0, 1, 0, 1, "sum"))
+    assert p.publish(1, state(1)).transport == "disk"
+    assert WeightStore(run).manifest(2).encoding == "keyframe"
+
+
+@pytest.mark.engine
+def test_broadcast_reaches_sglangs_end_of_the_group_and_a_late_engine_gets_a_keyframe(tmp_path):
+    run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 40})
+    epoch = run.new_epoch("rollout")
+    p.publish(0, state(0))
+    for rank in (0, 1):
+        write_ack(run, Ack(rank, epoch, 0, 1, "sum"))
+    program = Path(__file__).with_name("engine_end.py")
+    ends = [subprocess.Popen([sys.executable, str(program), str(run.path), str(r)], stdout=subprocess.PIPE, text=True) for r in (0, 1)]
+    sent = p.publish(1, state(1))
+    assert (sent.version, sent.transport, sent.bytes) == (2, "broadcast", 8 * 4 * 4 + 3 * 2)
+    assert [e.communicate(timeout=30)[0] for e in ends] == ["received 2\n"] * 2
+    for rank in (0, 1):
+        write_ack(run, Ack(rank, epoch, 0, 2, "sum"))
+    assert p.serve_late() is None
+    write_ack(run, Ack(1, epoch, 1, -1, ""))  # engine 1 has restarted and has nothing
+    late = p.serve_late()
+    assert (late.version, late.note, WeightStore(run).manifest(3).encoding, WeightStore(run).manifest(3).step) == (3, "a late engine", "keyframe", 1)
+
+
+def test_a_broadcast_that_nobody_joins_goes_out_by_disk_under_a_new_number(tmp_path):
+    run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 1})
+    epoch = run.new_epoch("rollout")
+    p.publish(0, state(0))
+    for rank in (0, 1):
+        write_ack(run, Ack(rank, epoch, 0, 1, "sum"))
+    sent = p.publish(1, state(1))
+    assert (sent.version, sent.transport) == (3, "disk") and "not all 2 engines joined" in sent.note
