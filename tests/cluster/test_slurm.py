@@ -1,0 +1,119 @@
+"""The rendered job on a real Slurm cluster with virtual nodes, stub roles in its steps."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from miles.cluster import slurm
+from miles.cluster.render import render_job
+from miles.config import load_config, load_site
+from tests.cluster.stubs import PROJECT, STUBS
+
+pytestmark = pytest.mark.cluster
+
+
+@pytest.fixture
+def submit(devcluster, tmp_path):
+    """sbatch the rendered script of a run, its roles replaced by stubs; cancelled after the test."""
+    jobs: list[str] = []
+
+    def go(run, *options: str) -> str:
+        site = load_site(PROJECT / "configs/sites/dev.toml")
+        site = site.model_copy(update={"python": sys.executable})
+        text = render_job(run.run.config, "configs/tiny_async.toml", site)
+        assert "--launcher slurm" in text
+        script = tmp_path / "job.sbatch"
+        script.write_text(text.replace("--launcher slurm", f"--launcher slurm {' '.join(STUBS)}"))
+        done = slurm.command(["sbatch", f"--chdir={PROJECT}", f"--output={run.path}/job.out", *options, str(script), "--run", str(run.path)])
+        jobs.append(re.search(r"job (\d+)", done.stdout)[1])
+        return jobs[-1]
+
+    yield go
+    for job in jobs:
+        slurm.cancel(job)
+
+
+def ended(job: str) -> bool:
+    state = slurm.squeue(job).get(job)
+    return state is not None and not state.active
+
+
+def test_status_of_the_cluster(devcluster):
+    done = subprocess.run([PROJECT / "slurm" / "devcluster", "status", "--dir", devcluster], capture_output=True, text=True)
+    assert done.returncode == 0 and "running: 4 nodes" in done.stdout
+    again = subprocess.run([PROJECT / "slurm" / "devcluster", "start", "--nodes", "4", "--dir", devcluster], capture_output=True, text=True)
+    assert again.returncode == 0 and "already running with 4 nodes" in again.stdout
+
+
+def test_het_job_finishes(submit, make_run):
+    run = make_run(10)
+    job = submit(run)
+    run.wait_for(lambda: ended(job), 60)
+    assert slurm.squeue(job)[job].components == ("COMPLETED", "COMPLETED")
+    assert run.step() == 10 and run.exit(1)["outcome"] == "finished"
+    facts = json.loads((run.run.attempt_dir(1) / "attempt.json").read_text())
+    assert facts["job_id"] == job and len(facts["job_ids"]) == 2 and len(facts["nodes"]) == 2
+    assert {r["node"] for r in run.records(1, "rollout", 1)}.isdisjoint({r["node"] for r in run.records(1, "trainer", 1)})
+
+
+def test_killed_ranks_restart_their_step(submit, make_run):
+    run = make_run(80)
+    job = submit(run)
+    run.kill(1, "rollout", 1, rank=1)
+    run.kill(1, "trainer", 1, rank=0)
+    run.kill(1, "rollout", 2, rank=0)
+    run.wait_for(lambda: ended(job), 90)
+    assert run.step() == 80 and run.exit(1)["outcome"] == "finished"
+    assert run.run.current_epoch("rollout") == 3 and run.run.current_epoch("trainer") == 2
+    assert run.records(1, "rollout", 1)[1]["code"] == 137
+
+
+def test_notice_requeues_the_job(submit, make_run):
+    run = make_run(60)
+    job = submit(run)
+    run.wait_for(lambda: run.step() >= 3)
+    slurm.command(["scancel", "--batch", "--signal=USR2", job])
+    run.wait_for(lambda: run.run.attempts() == [1, 2], 60)
+    assert run.exit(1)["outcome"] == "requeue" and run.exit(1)["step_exit_code"] == 75
+    run.wait_for(lambda: ended(job), 60)
+    assert run.step() == 60 and run.exit(2)["outcome"] == "finished"
+    assert json.loads((run.run.attempt_dir(2) / "attempt.json").read_text())["restart_count"] == 1
+
+
+def test_preemption_ends_in_a_requeued_job_that_goes_on(submit, make_run, tmp_path):
+    run = make_run(60)
+    low = ["--partition=low"]
+    job = submit(run, *low)  # the command line reaches component 0; preempting any component preempts the job
+    run.wait_for(lambda: run.step() >= 3)
+    slurm.command(["sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"])
+    run.wait_for(lambda: run.run.attempts() == [1, 2], 90)
+    assert run.exit(1)["outcome"] == "requeue"
+    run.wait_for(lambda: ended(job), 60)
+    assert run.step() == 60
+
+
+def test_scancel_leaves_nothing(submit, make_run):
+    run = make_run(1000)
+    job = submit(run)
+    run.wait_for(lambda: run.step() >= 2)
+    slurm.cancel(job)
+    run.wait_for(lambda: ended(job) and not run.living(), 40)
+    assert run.exit(1)["outcome"] == "cancelled"
+
+
+def test_job_of_another_size_is_refused(devcluster, make_run, tmp_path):
+    config = load_config(PROJECT / "configs/tiny_async.toml", (f"run.root={tmp_path}", "cluster.rollout.nodes=1"))
+    site = load_site(PROJECT / "configs/sites/dev.toml").model_copy(update={"python": sys.executable})
+    script = tmp_path / "job.sbatch"
+    script.write_text(render_job(config, "configs/tiny_async.toml", site))
+    out = tmp_path / "job.out"
+    job = re.search(r"job (\d+)", slurm.command(["sbatch", f"--chdir={PROJECT}", f"--output={out}", str(script), "--set", f"run.root={tmp_path}"]).stdout)[1]
+    deadline = time.monotonic() + 30
+    while not ended(job) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert slurm.squeue(job)[job].state == "FAILED"
+    assert "the job has 1 tasks for the rollout, the config asks for 2" in out.read_text()
