@@ -1,0 +1,151 @@
+"""From trajectories to packed micro-batches. Pure: numpy only.
+
+Tokens of a sequence of length T: the model is fed tokens[:-1] and predicts tokens[1:]. So a packed row t has input `tokens[t]`, target
+`tokens[t+1]`, and the recorded routes of `tokens[t]`: exactly the T-1 rows that the engine recorded. The last token is never fed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles.core import StructureError
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """One training sequence with its advantage."""
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
+    logprobs: np.ndarray  # float32 [T], of the rollout, at the rollout's temperature; 0 where given
+    versions: np.ndarray  # int32 [T], weight version that sampled each token
+    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K] over MoE layers; None for dense models
+    advantage: float
+    exact: bool  # every token and its KV prefix come from the very version being trained
+
+    @property
+    def fed(self) -> int:
+        """Tokens the model processes."""
+        return len(self.tokens) - 1
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """Which sequence goes where: `bins[rank][microbatch]` = indices of sequences. Every rank has equally many micro-batches."""
+
+    bins: tuple[tuple[tuple[int, ...], ...], ...]
+
+    @property
+    def microbatches(self) -> int:
+        return len(self.bins[0])
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """Indices of all sequences of a data-parallel rank."""
+        return tuple(i for part in self.bins[rank] for i in part)
+
+
+def plan_batch(lengths: Seq[int], ranks: int, max_tokens: int) -> BatchPlan:
+    """Distribute sequences of `lengths` tokens over data-parallel ranks and micro-batches of at most `max_tokens` tokens.
+
+    Longest first, each into the least loaded of `ranks * m` bins, with the smallest m for which all fit. Bins of similar load get the
+    same micro-batch index on all ranks, because ranks that share experts wait for each other in every micro-batch.
+
+    Raises StructureError: a sequence longer than `max_tokens`, or none at all.
+    """
+    if not lengths:
+        raise StructureError("a training batch without sequences", "at least one", "lower the buffer's staleness drop or wait for groups")
+    if max(lengths) > max_tokens:
+        raise StructureError(f"a sequence of {max(lengths)} tokens does not fit a micro-batch of {max_tokens}", f"<= {max_tokens} tokens",
+                             "raise trainer.max_tokens_per_microbatch", cause="too-long")
+    order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    m = -(-sum(lengths) // (ranks * max_tokens))
+    while (bins := _fill(lengths, order, ranks * m, max_tokens)) is None:
+        m += 1
+    bins.sort(key=lambda b: (-sum(lengths[i] for i in b), b))
+    rows = [bins[j * ranks : (j + 1) * ranks] for j in range(m)]
+    # within a row loads fall from left to right: reverse every other row so that no rank always gets the larger share
+    rows = [row if j % 2 == 0 else row[::-1] for j, row in enumerate(rows)]
+    return BatchPlan(tuple(tuple(tuple(rows[j][r]) for j in range(m)) for r in range(ranks)))
+
+
+def _fill(lengths: Seq[int], order: list[int], count: int, max_tokens: int) -> list[list[int]] | None:
+    bins: list[list[int]] = [[] for _ in range(count)]
+    load = [0] * count
+    for i in order:
+        b = min(range(count), key=load.__getitem__)
+        if load[b] + lengths[i] > max_tokens:
+            return None
+        bins[b].append(i)
+        load[b] += lengths[i]
+    return bins
+
+
+@dataclass(frozen=True)
+class PackedMicrobatch:
+    """Sequences end to end, N rows. Rows that are padding, or whose target was given, have mask 0 and weight 0."""
+
+    input_ids: np.ndarray  # int64 [N]
+    positions: np.ndarray  # int64 [N], position in its sequence
+    bounds: np.ndarray  # int32 [S+1], row at which each sequence starts; the last entry is N
+    targets: np.ndarray  # int64 [N], the next token
+    mask: np.ndarray  # bool [N], target was sampled
+    logprobs: np.ndarray  # float32 [N], rollout log-probability of the target
+    advantages: np.ndarray  # float32 [N]
+    weights: np.ndarray  # float32 [N], share of this token in the loss of the whole step; sums to 1 over the step
+    exact: np.ndarray  # bool [N]
+    routes: np.ndarray | None  # int64 [N, L, K]
+
+    @property
+    def longest(self) -> int:
+        return int(np.diff(self.bounds).max())
+
+
+def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1, total_align: int = 1,
+         routes_shape: tuple[int, int] | None = None) -> PackedMicrobatch:
+    """Pack sequences; `token_weights[i]` is the loss weight of each sampled token of sequence i.
+
+    Every sequence is padded to a multiple of `align` rows (2*cp under context parallelism) and the whole to a multiple of
+    `total_align` (a multiple of `align`; sequence parallelism) by a last sequence of padding. An empty list gives padding alone, so that a rank without work still takes
+    part in its group's communication. `routes_shape` = (L, K) of MoE models; padding rows are routed to experts 0..K-1.
+
+    Raises StructureError: routes are missing or of another shape.
+    """
+    lengths = [-(-s.fed // align) * align for s in sequences]
+    total = sum(lengths)
+    tail = -total % total_align if total else total_align
+    bounds = np.cumsum([0, *lengths, *([tail] if tail else [])], dtype=np.int32)
+    n = int(bounds[-1])
+    out = PackedMicrobatch(
+        input_ids=np.zeros(n, np.int64), positions=np.concatenate([np.arange(k) for k in np.diff(bounds)]), bounds=bounds,
+        targets=np.zeros(n, np.int64), mask=np.zeros(n, bool), logprobs=np.zeros(n, np.float32), advantages=np.zeros(n, np.float32),
+        weights=np.zeros(n, np.float32), exact=np.zeros(n, bool),
+        routes=None if routes_shape is None else np.broadcast_to(np.arange(routes_shape[1]), (n, *routes_shape)).copy(),
+    )
+    for s, start, weight in zip(sequences, bounds, token_weights, strict=False):
+        rows = slice(start, start + s.fed)
+        sampled = s.loss_mask[1:].astype(bool)
+        out.input_ids[rows], out.targets[rows] = s.tokens[:-1], s.tokens[1:]
+        out.mask[rows], out.logprobs[rows] = sampled, s.logprobs[1:]
+        out.advantages[rows], out.exact[rows] = s.advantage, s.exact
+        out.weights[rows] = np.where(sampled, weight, 0.0)
+        if routes_shape is not None:
+            if s.routes is None or s.routes.shape[1:] != routes_shape:
+                raise StructureError(f"routes of shape {None if s.routes is None else s.routes.shape} for a sequence of {len(s.tokens)} tokens",
+                                     f"[{s.fed}, {routes_shape[0]}, {routes_shape[1]}] over the MoE layers",
+                                     "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
+            out.routes[rows] = s.routes
+    return out
+
+
+def token_weights(sampled_per_sequence: Seq[int], reduction: str, total_sampled: int, total_sequences: int) -> list[float]:
+    """Loss weight of each sampled token of each sequence.
+
+    `token`: 1 / (sampled tokens of the step). `sequence`: 1 / (sequences of the step * sampled tokens of this sequence).
+    The totals are over all ranks, so that sums over micro-batches and ranks are the mean over the step.
+    """
+    if reduction == "token":
+        return [1.0 / total_sampled] * len(sampled_per_sequence)
+    return [1.0 / (total_sequences * n) if n else 0.0 for n in sampled_per_sequence]

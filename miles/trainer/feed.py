@@ -1,0 +1,155 @@
+"""From the buffer to this rank's sequences: the leader takes groups and plans, every rank reads only what it trains on.
+
+One message per step goes from the leader to all ranks: which trajectories, their advantages, and the weight version being trained; or
+that it is time to stop. Bulk data is read by each rank from the sealed files.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles.buffer import TrainerQueue, read_summaries, read_trajectory
+from miles.comm import Link, World
+from miles.config import MilesConfig
+from miles.core import StructureError
+from miles.rundir import RunDir
+from miles.trainer.advantage import group_advantages
+from miles.trainer.batching import BatchPlan, Sequence
+from miles.trainer.step import TrainStep
+
+LOOK_S = 1.0
+IDLE_S = 0.005
+
+
+class Item(msgspec.Struct, frozen=True, array_like=True):
+    """One trajectory of a step: where it lies and what its group makes of its reward."""
+
+    group: int
+    index: int  # in the sealed file
+    length: int
+    advantage: float
+    reward: float
+    oldest_version: int
+    exact: bool
+
+
+class Plan(msgspec.Struct, frozen=True):
+    """The leader's message of one step. `stop` is a reason instead of work."""
+
+    step: int
+    version: int
+    items: list[Item] = []
+    wait_s: float = 0.0
+    dropped_stale: int = 0
+    stop: str = ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What this rank trains on: its sequences in the order of `bins.of_rank(its data rank)`, and the plan they come from."""
+
+    plan: Plan
+    bins: BatchPlan
+    sequences: list[Sequence]
+    fetch_s: float
+
+    @property
+    def groups(self) -> list[int]:
+        return sorted({i.group for i in self.plan.items})
+
+
+class Feed:
+    """`next` is collective. Only the leader has a queue and a link."""
+
+    def __init__(self, run: RunDir, world: World, train_step: TrainStep, queue: TrainerQueue | None, link: Link | None,
+                 stop_requested: Callable[[], str], while_waiting: Callable[[], int]):
+        """`while_waiting` is called now and then while there is no batch; it returns the weight version being trained."""
+        self._run, self._world, self._train_step = run, world, train_step
+        self._queue, self._link = queue, link
+        self._stop_requested, self._while_waiting = stop_requested, while_waiting
+
+    def next(self, step: int) -> Batch:
+        """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end.
+
+        A group whose file does not verify on some rank is dropped and replaced before training starts.
+        """
+        kept: list[Item] = []
+        waited, stale = 0.0, 0
+        while True:
+            plan = self._plan(step, kept, waited, stale) if self._world.leader else None
+            plan = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(plan) if plan else None), type=Plan)
+            if plan.stop:
+                return Batch(plan, BatchPlan(()), [], 0.0)
+            start = time.monotonic()
+            bins = self._train_step.plan([i.length for i in plan.items])
+            sequences, bad = self._read(plan, bins)
+            if not bad:
+                return Batch(plan, bins, sequences, time.monotonic() - start)
+            if self._queue is not None:
+                for group in bad:
+                    self._queue.drop(group, "digest")
+            kept, waited, stale = [i for i in plan.items if i.group not in bad], plan.wait_s, plan.dropped_stale
+
+    # -- leader --------------------------------------------------------------------------------------------------------------
+    def _plan(self, step: int, kept: list[Item], waited: float, stale: int) -> Plan:
+        c: MilesConfig = self._run.config
+        wanted = c.trainer.groups_per_step - len({i.group for i in kept})
+        start, looked = time.monotonic(), 0.0
+        taken = ()
+        version = self._while_waiting()
+        while not taken:
+            if reason := self._stop_requested():
+                return Plan(step, version, stop=reason)
+            self._link.tick()
+            if self._link.woken() or time.monotonic() - looked > LOOK_S:
+                looked = time.monotonic()
+                self._queue.poll()
+                version = self._while_waiting()
+                got = self._queue.take(wanted, version, step)
+                if got is not None:
+                    stale += len(got.stale)
+                    taken = got.groups
+                    if got.stale:
+                        self._link.wake()
+            if not taken:
+                time.sleep(IDLE_S)
+        self._link.wake()  # the buffer has room again
+        items = [*kept, *(i for g in taken for i in self._items(g.group_id))]
+        return Plan(step, version, items, waited + time.monotonic() - start, stale)
+
+    def _items(self, group: int) -> list[Item]:
+        summaries = read_summaries(self._run.buffer_dir, group)
+        advantages = group_advantages(np.array([s["reward"] for s in summaries]), np.zeros(len(summaries), dtype=np.int64),
+                                      normalize_std=self._run.config.algorithm.normalize_std)
+        return [Item(group, n, s["length"], float(a), s["reward"], s["oldest_version"], s["exact"])
+                for n, (s, a) in enumerate(zip(summaries, advantages, strict=True))]
+
+    # -- every rank ----------------------------------------------------------------------------------------------------------
+    def _read(self, plan: Plan, bins: BatchPlan) -> tuple[list[Sequence], set[int]]:
+        """This rank's sequences, and the groups that any rank found damaged."""
+        sequences, mine = [], set()
+        for i in bins.of_rank(self._train_step.data_rank):
+            item = plan.items[i]
+            try:
+                sequences.append(self._sequence(item, plan.version))
+            except (StructureError, OSError, KeyError):
+                mine.add(item.group)
+        groups = sorted({i.group for i in plan.items})
+        flags = torch.tensor([g in mine for g in groups], dtype=torch.int32)
+        if torch.cuda.is_available():
+            flags = flags.cuda()
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
+
+    def _sequence(self, item: Item, version: int) -> Sequence:
+        t = read_trajectory(self._run.buffer_dir, item.group, item.index)
+        routes = t.routes if self._run.config.trainer.routing_replay else None
+        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes,
+                        advantage=item.advantage, exact=t.exact and t.oldest_version == version)

@@ -1,0 +1,138 @@
+"""The training loop.
+
+    while step < steps:
+        batch    = take groups from the buffer            (waits; drops what is too stale; or stops on a signal)
+        metrics  = forward, backward, optimizer step
+        version  = publish the new weights to the engines
+        journal  the groups as trained
+        checkpoint now and then, and before stopping
+
+Every rank runs this code; the leader alone touches journals, weight versions and the log.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from dataclasses import asdict
+
+import numpy as np
+import torch.distributed as dist
+
+import miles.platform
+from miles.buffer import TrainerQueue
+from miles.comm import Link, World
+from miles.core import Layout, Role
+from miles.engine.command import DTYPES
+from miles.engine.digest import combined_checksum, expected_checksums
+from miles.log import RunLog
+from miles.rundir import RunDir
+from miles.trainer.checkpoints import Checkpoints
+from miles.trainer.distributed import close_distributed, init_distributed
+from miles.trainer.feed import Batch, Feed
+from miles.trainer.model import build_model, build_optimizer
+from miles.trainer.step import StepMetrics, TrainStep
+from miles.weights.mapping import export_hf
+from miles.weights.publish import Published, Publisher
+from miles.weights.store import State, WeightStore
+
+EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
+
+
+class Trainer:
+    """One rank of the trainer. `run()` returns the exit code."""
+
+    def __init__(self, run: RunDir, world: World, epoch: int, attempt: int):
+        c = run.config
+        lay = c.trainer.layout
+        self.dir, self.world, self.epoch, self.config = run, world, epoch, c
+        self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
+        init_distributed(world.rank, self.layout, world.broadcast_bytes, seed=c.run.seed)
+        self.checkpoints = Checkpoints(run, world)
+        newest = self.checkpoints.newest()
+        self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
+                                 routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
+        self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
+        self.step = self.checkpoints.load(newest, self.model, self.optimizer) if newest else 0
+        self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature)
+        self._stop = ""
+        signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
+        self.queue = self.link = self.publisher = self.log = None
+        if world.leader:
+            self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
+            self.queue = TrainerQueue(run, epoch, restored_step=self.step)
+            self.link = Link(run, Role.TRAINER, epoch)
+            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum)
+        self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, self._serve_late)
+
+    def run(self) -> int:
+        self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
+        while self.step < self.config.run.steps:
+            start = time.time()
+            batch = self.feed.next(self.step + 1)
+            if batch.plan.stop:
+                self.save()
+                return self.close(EXIT_REQUEUE)
+            t0 = time.monotonic()
+            metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
+            t1 = time.monotonic()
+            self.step += 1
+            published = self.publish()
+            t2 = time.monotonic()
+            if self.queue is not None:
+                self.queue.trained(batch.groups, batch.plan.version, self.step)
+                self.link.wake()
+            if self.step % self.config.checkpoint.every_steps == 0 or self.step == self.config.run.steps:
+                self.save()
+            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.time() - start}
+            self.log_step(batch, metrics, published, times)
+        if self.world.leader:
+            self.dir.finish(f"{self.step} steps\n")
+            self.link.wake()
+        return self.close(0)
+
+    # -- parts ---------------------------------------------------------------------------------------------------------------
+    def publish(self) -> Published | None:
+        """Collective: gather the weights on the leader, which gives them to the engines."""
+        state: State = {name: tensor.clone() for name, tensor in export_hf(self.model.chunks, self.model.arch)}
+        return self.publisher.publish(self.step, state) if self.publisher is not None else None
+
+    def save(self) -> None:
+        """Collective: checkpoint the weights, optimizer and random state of `self.step`."""
+        oldest = self.checkpoints.save(self.step, self.model, self.optimizer, self.epoch)
+        if self.queue is not None:
+            self.queue.retire(up_to_step=oldest)
+
+    def _engine_checksum(self, state: State) -> str:
+        """What an engine's memory must sum to; empty where SGLang's checksum cannot be foretold (miles.engine.digest), and then not compared."""
+        if miles.platform.current().name != "cpu":
+            return ""
+        dtype = DTYPES[self.config.model.rollout_precision]
+        return combined_checksum(expected_checksums(state, dtype=dtype, tied=self.model.arch.tied))
+
+    def _serve_late(self) -> int:
+        """Leader, while it waits: send the weights again to an engine that came late. Returns the version being trained."""
+        self.publisher.serve_late()
+        return self.publisher.version
+
+    def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:
+        if self.log is None:
+            return
+        plan = batch.plan
+        rewards = np.array([i.reward for i in plan.items])
+        ages = np.array([plan.version - i.oldest_version for i in plan.items])
+        recorded = sum(self.queue.state.groups[g].tokens for g in batch.groups)
+        self.log.row("steps", step=self.step, version=plan.version, published_version=published.version, transport=published.transport,
+                     published_bytes=published.bytes, note=published.note, epoch=self.epoch, wait_s=plan.wait_s, fetch_s=batch.fetch_s, **times,
+                     groups=len(batch.groups), trajectories=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
+                     reward_min=rewards.min(), reward_max=rewards.max(), staleness_mean=ages.mean(), staleness_max=int(ages.max()),
+                     queue_groups=len(self.queue.state.ready_in_order()), dropped_stale=plan.dropped_stale,
+                     unaccounted_tokens=abs(recorded - metrics.tokens), **asdict(metrics))
+
+    def close(self, code: int) -> int:
+        dist.barrier()
+        if self.log is not None:
+            self.log.close()
+        close_distributed()
+        return code

@@ -1,0 +1,145 @@
+"""A Hugging Face model as a megatron-core GPTModel under distributed data parallelism, and its distributed optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+import miles.platform
+from miles.config.schema import LayoutConfig, OptimizerConfig
+from miles.core import ConfigError, Layout
+from miles.platform.layers import layer_spec
+from miles.weights.mapping import Architecture, load_hf, read_architecture
+from miles.weights.mapping.tables import padded_vocab
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PolicyModel:
+    """The part of the policy that this rank holds."""
+
+    chunks: list[DistributedDataParallel]  # one per virtual pipeline stage; today always one
+    config: TransformerConfig
+    arch: Architecture
+    layout: Layout
+
+    @property
+    def routing_replay(self) -> bool:
+        return bool(self.config.moe_enable_routing_replay)
+
+
+def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", recompute: str = "none", routing_replay: bool = True,
+                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True) -> PolicyModel:
+    """The model of a Hugging Face folder on this rank, with its weights. Needs `init_distributed`; a collective call.
+
+    `precision`: fp32 | bf16 (parameters and activations; gradients are always reduced in fp32). `stages`: first_stage_layers and
+    last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next).
+
+    Raises ConfigError: an unsupported architecture or precision, or a layout that does not fit it.
+    """
+    arch = read_architecture(folder)
+    config = transformer_config(arch, layout, precision, recompute, routing_replay, stages)
+    model = GPTModel(
+        config=config, transformer_layer_spec=layer_spec(config), vocab_size=padded_vocab(arch.vocab, layout.tp), max_sequence_length=max_context,
+        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(), parallel_output=True,
+        share_embeddings_and_output_weights=arch.tied, position_embedding_type="rope", rotary_percent=arch.rope_fraction,
+        rotary_base=arch.rope_theta, rope_scaling=arch.llama3_rope_factor is not None, rope_scaling_factor=arch.llama3_rope_factor or 1.0,
+    )
+    platform = miles.platform.current()
+    if platform.name == "cuda":
+        model = model.to(platform.device)
+    if config.bf16:
+        model = Float16Module(config, model)
+    if load:
+        load_hf([model], folder, arch)
+    ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    ddp = DistributedDataParallel(config, ddp_config, model)
+    config.finalize_model_grads_func = _sum_gradients
+    config.no_sync_func = ddp.no_sync
+    return PolicyModel([ddp], config, arch, layout)
+
+
+def build_optimizer(model: PolicyModel, config: OptimizerConfig):
+    """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer)."""
+    bf16 = model.config.bf16
+    optimizer = get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam", lr=config.lr, weight_decay=config.weight_decay, adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps,
+            clip_grad=config.clip_grad, bf16=bf16, params_dtype=model.config.params_dtype, use_distributed_optimizer=True,
+        ),
+        model.chunks,
+    )
+    model.config.grad_scale_func = optimizer.scale_loss
+    return optimizer
+
+
+def transformer_config(arch: Architecture, layout: Layout, precision: str, recompute: str, routing_replay: bool,
+                       stages: LayoutConfig | None = None) -> TransformerConfig:
+    """megatron-core's configuration of a model. Raises ConfigError where the layout does not fit the architecture."""
+    _check(arch, layout, precision)
+    on_gpu = miles.platform.current().name == "cuda"
+    dtype = DTYPES[precision]
+    moe = {}
+    if arch.experts:
+        moe = {
+            "num_moe_experts": arch.experts, "moe_router_topk": arch.top_k, "moe_ffn_hidden_size": arch.expert_ffn,
+            "moe_layer_freq": [int(i in arch.moe_layers) for i in range(arch.layers)],
+            "moe_router_score_function": arch.scoring, "moe_router_topk_scaling_factor": None if arch.route_scale == 1.0 else arch.route_scale,
+            "moe_router_pre_softmax": arch.scoring == "softmax" and not arch.renormalize,
+            "moe_router_num_groups": arch.expert_groups if arch.expert_groups > 1 else None,
+            "moe_router_group_topk": arch.top_groups if arch.expert_groups > 1 else None,
+            "moe_router_enable_expert_bias": arch.scoring == "sigmoid", "moe_router_bias_update_rate": 0.0,  # the bias stays as it was loaded
+            "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
+            "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
+            "moe_grouped_gemm": on_gpu, "moe_enable_routing_replay": routing_replay,
+        }
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
+    uneven = {}
+    if stages is not None:
+        uneven = {"num_layers_in_first_pipeline_stage": stages.first_stage_layers, "num_layers_in_last_pipeline_stage": stages.last_stage_layers}
+    return TransformerConfig(
+        num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn, num_attention_heads=arch.heads, num_query_groups=arch.groups,
+        kv_channels=arch.head_dim, normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True, activation_func=F.silu,
+        add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm, attention_dropout=0.0, hidden_dropout=0.0,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16", use_cpu_initialization=not on_gpu, perform_initialization=False,
+        transformer_impl="transformer_engine" if on_gpu else "local", gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
+        expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.tp > 1,
+        variable_seq_lengths=layout.pp > 1,  # packed micro-batches differ in length
+        moe_token_dispatcher_type="alltoall",  # also for dense models: the default is refused with variable lengths
+        calculate_per_token_loss=True,  # gradients are summed, never averaged: the loss already carries the weight of each token
+        **moe, **full, **uneven,
+    )
+
+
+def _check(arch: Architecture, layout: Layout, precision: str) -> None:
+    if precision not in DTYPES:
+        raise ConfigError(f"model.trainer_precision = {precision!r} is not implemented in the trainer", f"one of {', '.join(DTYPES)}",
+                          "choose one of these")
+    for name, value, what, size in (
+        ("num_attention_heads", arch.heads, "tp", layout.tp), ("num_key_value_heads", arch.groups, "tp", layout.tp),
+        ("intermediate_size", arch.ffn, "tp", layout.tp), ("experts", arch.experts, "ep", layout.ep), ("expert width", arch.expert_ffn, "etp", layout.etp),
+    ):
+        if value % size:
+            raise ConfigError(f"the model's {name} = {value} is not divisible by trainer.layout.{what} = {size}", f"a divisor of {value}",
+                              f"change trainer.layout.{what}")
+    if layout.ep > 1 and not arch.experts:
+        raise ConfigError(f"trainer.layout.ep = {layout.ep} with a dense model", "ep = 1", "remove trainer.layout.ep")
+    if layout.pp > arch.layers:
+        raise ConfigError(f"trainer.layout.pp = {layout.pp} with {arch.layers} layers", f"pp <= {arch.layers}", "lower trainer.layout.pp")
+
+
+def _sum_gradients(chunks, num_tokens=None, **kwargs):
+    """megatron-core's gradient reduction without its division by the number of tokens: see `calculate_per_token_loss` above."""
+    finalize_model_grads(chunks, None, **kwargs)

@@ -1,0 +1,10 @@
+"""Hugging Face weights <-> megatron-core shards: what a model is (`architecture`), which tensor is which (`tables`), moving them (`transfer`).
+
+Hugging Face names and layouts are the only interchange format of Miles. The tables and slicing are pure; only `transfer` needs ranks.
+"""
+
+from miles.weights.mapping.architecture import Architecture, read_architecture
+from miles.weights.mapping.tables import Rule, hf_names, rules_for
+from miles.weights.mapping.transfer import export_hf, load_hf
+
+__all__ = ["Architecture", "Rule", "export_hf", "hf_names", "load_hf", "read_architecture", "rules_for"]

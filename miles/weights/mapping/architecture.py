@@ -1,0 +1,113 @@
+"""What a model is, read from the `config.json` of an ordinary Hugging Face folder. Pure: no torch, no transformers."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from miles.core import ConfigError
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Sizes and switches of a decoder-only language model, in one vocabulary for all families."""
+
+    family: str  # model_type of config.json, one of FAMILIES
+    layers: int
+    hidden: int
+    heads: int
+    groups: int  # key/value heads
+    head_dim: int
+    ffn: int  # width of a dense feed-forward layer
+    vocab: int
+    norm_eps: float
+    rope_theta: float
+    rope_fraction: float  # share of head_dim that is rotated
+    llama3_rope_factor: float | None  # Llama 3's frequency scaling; None = plain
+    tied: bool  # output layer shares the embedding
+    qk_norm: bool
+    qkv_bias: bool
+    # mixture of experts; experts = 0 for dense models
+    experts: int = 0
+    top_k: int = 0
+    expert_ffn: int = 0
+    dense_layers: int = 0  # leading layers without experts
+    renormalize: bool = True  # weights of the chosen experts sum to 1 (before scaling)
+    scoring: str = "softmax"  # softmax | sigmoid (with a selection bias)
+    route_scale: float = 1.0
+    expert_groups: int = 1  # group-limited routing: experts are in so many groups,
+    top_groups: int = 1  # of which so many are eligible
+    shared_ffn: int = 0  # width of the always-on expert, 0 = none
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with experts, ascending: the layer axis of recorded routes."""
+        return tuple(range(self.dense_layers, self.layers)) if self.experts else ()
+
+
+def read_architecture(folder: str | Path) -> Architecture:
+    """Architecture of the Hugging Face model in `folder`.
+
+    Raises ConfigError: no config.json, a family without a table, or a switch that megatron-core would silently ignore.
+    """
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"no {path}", "an ordinary Hugging Face model folder", "check model.path, or run `miles-submit prepare`")
+    return architecture_of(json.loads(path.read_text()), str(path))
+
+
+def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architecture:
+    """Architecture from the content of a config.json; `where` names it in messages."""
+
+    def demand(key: str, value: Any, default: Any) -> None:
+        if c.get(key, default) != value:
+            raise ConfigError(f"{where}: {key} = {c[key]!r} is not supported by the trainer", f"{key} = {value!r}", "use another model")
+
+    family = c.get("model_type")
+    if family not in FAMILIES:
+        raise ConfigError(f"{where}: model_type {family!r} has no weight table", f"one of {', '.join(FAMILIES)}",
+                          "add a table in miles/weights/mapping/tables.py")
+    demand("hidden_act", "silu", "silu")
+    demand("mlp_bias", False, False)
+    rope = c.get("rope_parameters") or {}
+    scaling = c.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or scaling.get("rope_type") or scaling.get("type") or "default"
+    factor = None
+    if kind == "llama3":
+        given = {**scaling, **rope}
+        expected = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        if any(given.get(k) != v for k, v in expected.items()):
+            raise ConfigError(f"{where}: llama3 rope scaling {given}", f"{expected}, the values megatron-core has built in", "use another model")
+        factor = float(given["factor"])
+    elif kind != "default":
+        raise ConfigError(f"{where}: rope type {kind!r} is not supported by the trainer", "default or llama3", "use another model")
+    heads = c["num_attention_heads"]
+    base = {
+        "family": family, "layers": c["num_hidden_layers"], "hidden": c["hidden_size"], "heads": heads,
+        "groups": c.get("num_key_value_heads") or heads, "head_dim": c.get("head_dim") or c["hidden_size"] // heads,
+        "ffn": c["intermediate_size"], "vocab": c["vocab_size"], "norm_eps": c["rms_norm_eps"],
+        "rope_theta": float(rope.get("rope_theta") or c.get("rope_theta") or 10000.0),
+        "rope_fraction": float(rope.get("partial_rotary_factor") or c.get("partial_rotary_factor") or 1.0),
+        "llama3_rope_factor": factor, "tied": bool(c.get("tie_word_embeddings", False)),
+        "qk_norm": family in ("qwen3", "qwen3_moe"), "qkv_bias": bool(c.get("attention_bias", False)),
+    }
+    if family in ("llama", "qwen3", "qwen3_moe"):
+        demand("attention_bias", False, False)  # their output projection would have a bias too
+    if family in ("qwen3", "qwen3_moe"):
+        demand("use_sliding_window", False, False)
+    if family == "qwen3_moe":
+        demand("decoder_sparse_step", 1, 1)
+        demand("mlp_only_layers", [], [])
+        return Architecture(**base, experts=c.get("num_experts") or c["num_local_experts"], top_k=c["num_experts_per_tok"],
+                            expert_ffn=c["moe_intermediate_size"], renormalize=bool(c.get("norm_topk_prob", False)))
+    if family == "glm4_moe":
+        demand("norm_topk_prob", True, True)
+        return Architecture(**{**base, "qk_norm": bool(c.get("use_qk_norm", False))}, experts=c["n_routed_experts"],
+                            top_k=c["num_experts_per_tok"], expert_ffn=c["moe_intermediate_size"], dense_layers=c["first_k_dense_replace"],
+                            scoring="sigmoid", route_scale=float(c.get("routed_scaling_factor", 1.0)), expert_groups=c.get("n_group") or 1,
+                            top_groups=c.get("topk_group") or 1, shared_ffn=c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0))
+    return Architecture(**base)

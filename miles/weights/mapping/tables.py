@@ -1,0 +1,194 @@
+"""Which Hugging Face tensors make up which megatron-core parameter, per family, as data; and the slicing that follows from it.
+
+A rule joins its Hugging Face parts in one of four ways (`kind`):
+
+- `plain`: the one part as it is.
+- `vocab`: the one part, rows padded with zeros so that tensor parallelism divides them.
+- `stack`: parts on top of each other along axis 0 (gate over up). Each tensor-parallel shard stacks *its share of every part*.
+- `qkv`: query, key, value rows interleaved by query group: for each group its queries, then its key, then its value.
+
+`axis` is the tensor-parallel axis of the megatron parameter: 0 = column parallel, 1 = row parallel, None = on every rank.
+Expert rules are sharded over expert tensor parallel ranks, all others over tensor parallel ranks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from miles.core import StructureError
+from miles.weights.mapping.architecture import Architecture
+
+HF_LAYER, MEGATRON_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One megatron-core parameter and its Hugging Face parts; names hold {layer} and {expert} where they repeat."""
+
+    megatron: str
+    hf: tuple[str, ...]
+    kind: str = "plain"
+    axis: int | None = None
+    where: str = "all"  # layers it is for: all | dense | moe
+
+    @property
+    def per_layer(self) -> bool:
+        return "{layer}" in self.megatron
+
+    @property
+    def per_expert(self) -> bool:
+        return "{expert}" in self.megatron
+
+
+def _layer(megatron: str, *hf: str, kind: str = "plain", axis: int | None = None, where: str = "all") -> Rule:
+    return Rule(MEGATRON_LAYER + megatron, tuple(HF_LAYER + name for name in hf), kind, axis, where)
+
+
+EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", 0)
+FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
+OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab", 0)
+ATTENTION = (
+    _layer("input_layernorm.weight", "input_layernorm.weight"),
+    _layer("self_attention.linear_qkv.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", kind="qkv", axis=0),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", axis=1),
+    _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
+QKV_BIAS = (_layer("self_attention.linear_qkv.bias", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", kind="qkv", axis=0),)
+QK_NORM = (
+    _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
+    _layer("self_attention.k_layernorm.weight", "self_attn.k_norm.weight"),
+)
+DENSE_MLP = (
+    _layer("mlp.linear_fc1.weight", "mlp.gate_proj.weight", "mlp.up_proj.weight", kind="stack", axis=0, where="dense"),
+    _layer("mlp.linear_fc2.weight", "mlp.down_proj.weight", axis=1, where="dense"),
+)
+ROUTER = (_layer("mlp.router.weight", "mlp.gate.weight", where="moe"),)
+ROUTER_BIAS = (_layer("mlp.router.expert_bias", "mlp.gate.e_score_correction_bias", where="moe"),)
+SHARED_EXPERT = (
+    _layer("mlp.shared_experts.linear_fc1.weight", "mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight",
+           kind="stack", axis=0, where="moe"),
+    _layer("mlp.shared_experts.linear_fc2.weight", "mlp.shared_experts.down_proj.weight", axis=1, where="moe"),
+)
+EXPERTS = (
+    _layer("mlp.experts.local_experts.{expert}.linear_fc1.weight", "mlp.experts.{expert}.gate_proj.weight", "mlp.experts.{expert}.up_proj.weight",
+           kind="stack", axis=0, where="moe"),
+    _layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", axis=1, where="moe"),
+)
+FAMILY_LAYERS: dict[str, tuple[Rule, ...]] = {
+    "llama": ATTENTION + DENSE_MLP,
+    "qwen3": ATTENTION + QK_NORM + DENSE_MLP,
+    "qwen3_moe": ATTENTION + QK_NORM + ROUTER + EXPERTS,
+    "glm4_moe": ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
+}
+
+# Transformer Engine fuses the norm into the linear layer behind it and keeps all experts in one module: same tensors, other names.
+TRANSFORMER_ENGINE_NAMES = (
+    (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
+    (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
+    (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r".mlp.experts.local_experts.\2.\1.weight"),
+)
+
+
+def rules_for(arch: Architecture) -> tuple[Rule, ...]:
+    """All rules of a model, in the order in which its parameters are exported."""
+    layer = FAMILY_LAYERS[arch.family]
+    if arch.family == "glm4_moe":
+        layer += (QKV_BIAS if arch.qkv_bias else ()) + (QK_NORM if arch.qk_norm else ()) + (SHARED_EXPERT if arch.shared_ffn else ())
+    return (EMBEDDING, *layer, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
+
+
+def parameters(arch: Architecture) -> Iterator[tuple[Rule, int | None, int | None]]:
+    """Every parameter of the whole model as (rule, layer, expert), layer by layer: the order all ranks agree on."""
+    rules = rules_for(arch)
+    yield from ((r, None, None) for r in rules if not r.per_layer and r is not FINAL_NORM and r is not OUTPUT)
+    for layer in range(arch.layers):
+        kind = "moe" if layer in arch.moe_layers else "dense"
+        for rule in rules:
+            if rule.per_layer and rule.where in ("all", kind):
+                for expert in range(arch.experts) if rule.per_expert else (None,):
+                    yield rule, layer, expert
+    yield from ((r, None, None) for r in rules if r in (FINAL_NORM, OUTPUT))
+
+
+def hf_names(rule: Rule, layer: int | None, expert: int | None) -> tuple[str, ...]:
+    """Hugging Face names of a parameter's parts."""
+    return tuple(name.format(layer=layer, expert=expert) for name in rule.hf)
+
+
+def find_rule(arch: Architecture, name: str) -> tuple[Rule, int | None, int | None]:
+    """The rule of a megatron parameter name, with its layer and expert index as they stand in the name.
+
+    Raises StructureError: a parameter that no rule covers.
+    """
+    for pattern, local in TRANSFORMER_ENGINE_NAMES:
+        name = pattern.sub(local, name)
+    numbers = re.match(r"decoder\.layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?", name)
+    layer = int(numbers[1]) if numbers else None
+    expert = int(numbers[2]) if numbers and numbers[2] else None
+    for rule in rules_for(arch):
+        if rule.megatron.format(layer=layer, expert=expert) == name:
+            return rule, layer, expert
+    if arch.tied and name == OUTPUT.megatron:  # the last pipeline stage keeps a copy of the embedding
+        return Rule(OUTPUT.megatron, EMBEDDING.hf, "vocab", 0), None, None
+    raise StructureError(f"megatron-core parameter {name} has no Hugging Face counterpart", f"a rule in the {arch.family} table",
+                         "extend miles/weights/mapping/tables.py")
+
+
+def padded_vocab(vocab: int, tp: int) -> int:
+    """Rows of the embedding in megatron-core: the vocabulary, rounded up so that tensor parallelism divides it."""
+    return -(-vocab // tp) * tp
+
+
+def shard_slices(rule: Rule, shapes: list[tuple[int, ...]], size: int, rank: int) -> list[tuple[slice, ...]]:
+    """For each Hugging Face part, what shard `rank` of `size` needs of it (`shapes`: shapes of the parts). Pure index arithmetic.
+
+    Raises StructureError: `size` does not divide the axis.
+    """
+    out = []
+    for shape in shapes:
+        index = [slice(None)] * len(shape)
+        if rule.axis is not None and size > 1:
+            n = padded_vocab(shape[0], size) if rule.kind == "vocab" else shape[rule.axis]
+            if n % size:
+                raise StructureError(f"{rule.megatron}: axis {rule.axis} of {shape} is not divisible by {size} tensor parallel ranks",
+                                     f"a multiple of {size}", "lower trainer.layout.tp (or etp)")
+            share = n // size
+            index[rule.axis] = slice(rank * share, min((rank + 1) * share, shape[rule.axis]))
+        out.append(tuple(index))
+    return out
+
+
+def join(rule: Rule, parts: list[torch.Tensor], arch: Architecture, rows: int) -> torch.Tensor:
+    """One shard of the megatron parameter from the matching slices of its Hugging Face parts. `rows`: its first dimension (vocab padding)."""
+    if rule.kind == "plain":
+        return parts[0]
+    if rule.kind == "vocab":
+        missing = rows - parts[0].shape[0]
+        return torch.cat([parts[0], parts[0].new_zeros((missing, *parts[0].shape[1:]))]) if missing else parts[0]
+    if rule.kind == "stack":
+        return torch.cat(parts)
+    rest = parts[0].shape[1:]
+    groups = parts[1].shape[0] // arch.head_dim
+    return torch.cat([p.reshape(groups, -1, *rest) for p in parts], dim=1).reshape(-1, *rest)
+
+
+def split(rule: Rule, shards: list[torch.Tensor], arch: Architecture) -> list[torch.Tensor]:
+    """The Hugging Face parts from all tensor-parallel shards of a megatron parameter: the inverse of slicing and `join`."""
+    if rule.axis is None:
+        return [shards[0]]
+    if rule.kind == "stack":
+        halves = [s.chunk(len(rule.hf)) for s in shards]
+        return [torch.cat(pieces) for pieces in zip(*halves, strict=True)]
+    whole = torch.cat(shards, dim=rule.axis) if len(shards) > 1 else shards[0]
+    if rule.kind == "vocab":
+        return [whole[: arch.vocab]]
+    if rule.kind == "qkv":
+        rest = whole.shape[1:]
+        queries = arch.heads // arch.groups * arch.head_dim
+        by_group = whole.reshape(arch.groups, queries + 2 * arch.head_dim, *rest)
+        return [p.reshape(-1, *rest) for p in by_group.split([queries, arch.head_dim, arch.head_dim], dim=1)]
+    return [whole]

@@ -1,0 +1,130 @@
+"""The trainer program on two real MPI ranks, fed by groups made here: steps, restart after kill -9, stop on a signal."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import h5py
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from tiny_models import make
+
+from miles.buffer import BufferView, BufferWriter, Status, write_part
+from miles.config import load_config
+from miles.core import NO_VERSION, Trajectory
+from miles.rundir import RunDir
+from miles.weights.store import WeightStore
+
+MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make("qwen3_moe", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def run(tmp_path, model):
+    r = RunDir.create(load_config("configs/tiny_async.toml", (
+        f"run.root={tmp_path}", f"model.path={model}", "run.steps=4", "trainer.groups_per_step=2", "checkpoint.every_steps=2", "buffer.max_staleness=3",
+        "rollout.group_size=2", "model.max_context=512", "rollout.max_session_tokens=64")))
+    r.new_attempt()
+    return r
+
+
+def trajectory(group, sample, version):
+    rng = np.random.default_rng(100 * group + sample)
+    n = int(rng.integers(8, 40))
+    mask = np.r_[np.zeros(4), np.ones(n - 4)].astype(np.uint8)
+    routes = np.stack([[rng.choice(8, 2, replace=False) for _ in range(2)] for _ in range(n - 1)]).astype(np.uint8)
+    return Trajectory(
+        group_id=group, sample=sample, task_id="t", tokens=rng.integers(0, 131, n).astype(np.int32), loss_mask=mask,
+        logprobs=np.where(mask, -4.0, 0).astype(np.float32), versions=np.where(mask, version, NO_VERSION).astype(np.int32), routes=routes,
+        reward=float(sample), finish_reason="done", turns=1, exact=True)
+
+
+class Producer:
+    def __init__(self, run):
+        self.run, self.epoch, self.next = run, run.new_epoch("rollout"), 0
+        self.writer = BufferWriter(run, self.epoch)
+
+    def put(self, version, count=1):
+        for _ in range(count):
+            self.writer.start(self.next, "t")
+            for s in range(2):
+                write_part(self.run, self.epoch, trajectory(self.next, s, version))
+            self.writer.seal(self.next, [0, 1])
+            self.next += 1
+
+
+def start(run):
+    env = {**os.environ, "MILES_EPOCH": str(run.new_epoch("trainer")), "MILES_ATTEMPT": "1", "MILES_ROLE": "trainer"}
+    return subprocess.Popen([MPIEXEC, "-n", "2", sys.executable, "-m", "miles.trainer", str(run.path)], env=env,
+                            stdout=open(run.path / "trainer.log", "ab"), stderr=subprocess.STDOUT)
+
+
+def wait(condition, process, run, seconds=90):
+    deadline = time.time() + seconds
+    while not condition():
+        assert process.poll() is None and time.time() < deadline, (run.path / "trainer.log").read_text()[-3000:]
+        time.sleep(0.05)
+
+
+def trained(run):
+    view = BufferView(run)
+    view.poll()
+    return {g.group_id: g.step for g in view.state.with_status(Status.TRAINED)}
+
+
+def ranks_of(process):
+    """Trainer ranks below an mpiexec."""
+    out = subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+    return [int(line.split()[0]) for line in out.splitlines() if line.endswith(f"-m miles.trainer {process.args[-1]}") and "mpiexec" not in line and "hydra" not in line]
+
+
+def test_four_steps_with_a_killed_rank_train_every_group_once(run):
+    producer, store = Producer(run), WeightStore(run)
+    first = start(run)
+    try:
+        wait(lambda: store.newest() == 1, first, run)
+        producer.put(1, 6)
+        wait(lambda: len(trained(run)) == 6, first, run)  # steps 1, 2, 3: the checkpoint is that of step 2
+        assert first.poll() is None and max(store.versions()) == 4
+        os.kill(ranks_of(first)[-1], signal.SIGKILL)
+        first.wait(30)
+        second = start(run)
+        producer.put(4, 2)
+        second.wait(90)
+    finally:
+        for p in (first, *([second] if "second" in locals() else [])):
+            p.kill()
+    assert second.returncode == 0, (run.path / "trainer.log").read_text()[-3000:]
+    assert run.finished and trained(run) == {0: 1, 1: 1, 2: 2, 3: 2, 4: 3, 5: 3, 6: 4, 7: 4}
+    steps = [store.manifest(v).step for v in store.versions()]
+    assert steps[-3:] == [2, 3, 4] and store.manifest(5).encoding == "keyframe" and store.versions()[-1] == 7  # numbers never go back
+    with h5py.File(run.log_path(1, "trainer", 0, 2), "r", locking=False) as f:
+        t = f["tables/steps"]
+        assert t["step"].tolist() == [3, 4] and t["unaccounted_tokens"].tolist() == [0, 0]
+        assert t["staleness_max"].tolist() == [4 + 1 - 1 - 0 + 0, 2] or t["staleness_max"][0] == t["version"][0] - 1
+
+
+def test_usr2_ends_in_a_checkpoint_and_exit_75(run):
+    producer, store = Producer(run), WeightStore(run)
+    p = start(run)
+    try:
+        wait(lambda: store.newest() == 1, p, run)
+        producer.put(1, 2)
+        wait(lambda: len(trained(run)) == 2, p, run)
+        for pid in ranks_of(p):
+            os.kill(pid, signal.SIGUSR2)
+        assert p.wait(30) == 75, (run.path / "trainer.log").read_text()[-3000:]
+    finally:
+        p.kill()
+    assert json.loads((run.checkpoints_dir / "step_000001" / "COMMIT").read_text())["step"] == 1

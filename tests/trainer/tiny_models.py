@@ -1,0 +1,40 @@
+"""Tiny random Hugging Face folders of each family, with weights wide enough that errors show."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+COMMON = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 131,
+          "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_dropout": 0.0, "use_cache": False}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+
+
+def make(family: str, folder: Path, *, layers: int = 2, vocab: int = 131) -> Path:
+    """Save a random fp32 model of `family` into `folder`."""
+    import transformers as t
+
+    common = {**COMMON, "num_hidden_layers": layers, "vocab_size": vocab}
+    if family == "llama":
+        model = t.LlamaForCausalLM(t.LlamaConfig(**common, tie_word_embeddings=True))
+    elif family == "qwen3":
+        model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, tie_word_embeddings=False))
+    elif family == "qwen3_moe":
+        model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **MOE, num_experts=8, norm_topk_prob=True, tie_word_embeddings=False))
+    else:
+        model = t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**common, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True,
+                                                     attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.5, n_group=2, topk_group=1,
+                                                     tie_word_embeddings=False))
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for _, p in model.named_parameters():
+            if p.dim() >= 2:
+                p.normal_(0, 0.12, generator=generator)
+            else:
+                p.uniform_(0.8, 1.2, generator=generator)
+        for name, b in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                b.uniform_(-0.1, 0.1, generator=generator)
+    model.float().save_pretrained(folder)
+    return folder

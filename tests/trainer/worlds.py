@@ -1,0 +1,124 @@
+"""Functions that `launch` runs on the ranks of a small trainer world. Each returns JSON."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from miles.config.schema import AlgorithmConfig, LayoutConfig, TrainerConfig
+from miles.core import Layout
+from miles.trainer.batching import Sequence
+from miles.trainer.checkpoint import load_checkpoint, save_checkpoint
+from miles.trainer.model import build_model, build_optimizer
+from miles.trainer.step import TrainStep
+from miles.weights.mapping import export_hf
+
+
+def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int, int] | None = None, longest: int = 60) -> list[Sequence]:
+    """Random sequences of 5..longest tokens; `routes` = (MoE layers, K, experts)."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for _ in range(count):
+        n = int(rng.integers(5, longest + 1))
+        mask = (rng.random(n) < 0.5).astype(np.uint8)
+        mask[0], mask[-1] = 0, 1
+        chosen = None
+        if routes:
+            layers, k, experts = routes
+            chosen = rng.random((n - 1, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
+        out.append(Sequence(tokens=rng.integers(0, vocab, n).astype(np.int32), loss_mask=mask,
+                            logprobs=np.where(mask, rng.uniform(-6, -3, n), 0).astype(np.float32), versions=np.where(mask, 0, -1).astype(np.int32),
+                            routes=chosen, advantage=float(rng.normal()), exact=bool(rng.random() < 0.5)))
+    return out
+
+
+def trainer_config(layout: Layout, **changes) -> TrainerConfig:
+    base = {"layout": LayoutConfig(tp=layout.tp, pp=layout.pp, cp=layout.cp, ep=layout.ep, etp=layout.etp), "groups_per_step": 1,
+            "max_tokens_per_microbatch": 128, "optimizer": {"lr": 1e-3}}
+    return TrainerConfig(**{**base, **changes})
+
+
+def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
+          algorithm: dict | None = None, optimizer: dict | None = None, **trainer) -> TrainStep:
+    lay = Layout(world=dist.get_world_size(), **layout)
+    config = trainer_config(lay, optimizer={"lr": 1e-3, **(optimizer or {})}, **trainer)
+    model = build_model(folder, lay, precision=precision, recompute=recompute, routing_replay=replay)
+    return TrainStep(model, build_optimizer(model, config.optimizer), config, AlgorithmConfig(**(algorithm or {})), temperature=temperature)
+
+
+def capture_logprobs(step: TrainStep) -> list[list[float]]:
+    """From now on, log-probabilities of the sampled tokens of each micro-batch, in the order in which they are computed."""
+    seen: list[list[float]] = []
+    inner = step._loss
+
+    def loss(chosen, logprobs):
+        seen.append(logprobs.detach().tolist())
+        return inner(chosen, logprobs)
+
+    step._loss = loss
+    return seen
+
+
+def logprobs_of(step: TrainStep, batch: list[Sequence]) -> list[list[float]]:
+    """Per sequence of this rank: log-probabilities of its sampled tokens. Runs a step (the parameters change afterwards)."""
+    seen = capture_logprobs(step)
+    plan = step.plan([len(s.tokens) for s in batch])
+    step.run_planned(plan, [batch[i] for i in plan.of_rank(step.data_rank)], number=0)
+    out: list[list[float]] = [[] for _ in batch]
+    for bin_, values in zip(plan.bins[step.data_rank], seen, strict=True):
+        for i in bin_:
+            n = int(batch[i].loss_mask[1:].sum())
+            out[i], values = values[:n], values[n:]
+    return out
+
+
+def score(folder: str, options: dict, layout: dict, count: int, seed: int, routes: list | None) -> list[list[float]]:
+    return logprobs_of(build(folder, layout, **options), sequences(count, seed, routes=tuple(routes) if routes else None))
+
+
+def run_steps(folder: str, options: dict, layout: dict, steps: int, count: int, routes: list | None) -> list[dict]:
+    step = build(folder, layout, **options)
+    return [vars(step.run(sequences(count, 100 + i, routes=tuple(routes) if routes else None), number=i)) for i in range(steps)]
+
+
+def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:
+    """Load, export, and compare with the folder bit for bit: the names that differ. Rank 0 alone gets tensors."""
+    from safetensors import safe_open
+
+    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32")
+    with safe_open(Path(folder) / "model.safetensors", "pt") as f:
+        original = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
+    exported = list(export_hf(model.chunks, model.arch, bucket_bytes))
+    names = [name for name, _ in exported]
+    if dist.get_rank() > 0:
+        return {"names": len(names)}
+    return {"names": len(names), "repeated": len(names) - len(set(names)), "missing": sorted(set(original) - set(names)),
+            "unknown": sorted(set(names) - set(original)), "different": [n for n, t in exported if n in original and not torch.equal(t, original[n])]}
+
+
+def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None) -> dict:
+    """Two steps, save, two more; then a fresh model from the checkpoint does the last two again."""
+    kind = tuple(routes) if routes else None
+    step = build(folder, layout, replay=bool(routes))
+    for i in range(2):
+        step.run(sequences(4, i, routes=kind), number=i)
+    if dist.get_rank() == 0:
+        Path(checkpoint).mkdir()
+    dist.barrier()
+    start = time.perf_counter()
+    save_checkpoint(checkpoint, step.model, step.optimizer)
+    seconds = time.perf_counter() - start
+    drawn = torch.rand(2).tolist()
+    went_on = [vars(step.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
+    weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
+    again = build(folder, layout, replay=bool(routes))
+    load_checkpoint(checkpoint, again.model, again.optimizer)
+    redrawn = torch.rand(2).tolist()
+    resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
+    rewritten = {n: t for n, t in export_hf(again.model.chunks, again.model.arch)}
+    return {"went_on": went_on, "resumed": resumed, "seconds": seconds, "random": [drawn, redrawn],
+            "different": [n for n in weights if not torch.equal(weights[n], rewritten[n])], "tensors": len(weights)}
