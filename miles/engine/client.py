@@ -1,0 +1,242 @@
+"""One engine over HTTP: generation by token ids, pauses, weight updates, checksums."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import aiohttp
+import numpy as np
+
+from miles.core import EnvironmentFault, MilesError, StructureError, Turn
+from miles.engine.command import ModelShape
+from miles.engine.params import Parameter, read_parameters
+from miles.engine.wire import Sampling, parse_reply, request_body
+
+if TYPE_CHECKING:
+    import torch
+
+log = logging.getLogger(__name__)
+
+PauseMode = Literal["in_place", "retract"]
+CONTROL_TIMEOUT_S = 600.0
+HANDOVER = Path("/dev/shm")
+
+
+class KeyRequired(MilesError):
+    """A generation request without a routing key: it would have to be sent somewhere at random, and its cached prefix would be lost."""
+
+
+class EngineClient:
+    """Speaks to one SGLang server. All methods raise EnvironmentFault when it does not answer, or answers with an error.
+
+    Use it in one event loop; `await close()` at the end. `version` is the weight version the engine serves, as far as this client knows:
+    -1 until `refresh_version` has asked or an update has told.
+    """
+
+    def __init__(self, url: str, token: str, model_folder: str | Path, *, max_context: int):
+        self.url, self.max_context = url.rstrip("/"), max_context
+        self.shape = ModelShape.from_folder(model_folder)
+        self.parameters: Mapping[str, Parameter] = read_parameters(model_folder)
+        self.version = -1
+        self.active = 0  # generation requests now in flight
+        self.generated_tokens = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self._headers = {"Authorization": f"Bearer {token}"}
+        self._http: aiohttp.ClientSession | None = None
+        self._nonce, self._counter = secrets.token_hex(4), itertools.count()
+        self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
+
+    def moved_to(self, url: str) -> None:
+        """The engine was restarted and answers elsewhere; its cache and version are gone."""
+        self.url, self.version = url.rstrip("/"), -1
+
+    async def close(self) -> None:
+        if self._http is not None:
+            await self._http.close()
+            self._http = None
+
+    # -- generation ----------------------------------------------------------------------------------------------------------
+    async def generate(
+        self, rid: str, input_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, routing_key: str, routes_from: int = 0,
+        extra_key: str = "", dp_rank: int | None = None, deadline_s: float = 300.0,
+    ) -> Turn:
+        """Sample one continuation. `routes_from`: first position whose experts are recorded; `extra_key`: namespace of the prefix cache.
+
+        A reply whose finish_reason is "abort" is returned as it is. Raises KeyRequired without a routing key, StructureError for a request
+        the engine must not see or a reply that contradicts itself, EnvironmentFault (after aborting the request) past `deadline_s`.
+        """
+        if not routing_key:
+            raise KeyRequired(f"generation request {rid} has no routing key", "a key, the same for all turns of a session",
+                              "pass the session's key; Miles never spreads unkeyed requests over engines")
+        # The server aborts by prefix of the id and dies of a duplicate one: neither may ever happen between two of ours.
+        wire_rid = f"{self._nonce}.{next(self._counter)}.{rid}"
+        body = request_body(wire_rid, input_ids, sampling, self.shape, max_context=self.max_context, routing_key=routing_key,
+                            routes_from=routes_from, extra_key=extra_key, dp_rank=dp_rank)
+        began = time.monotonic()
+        self.active += 1
+        self._wire_rids[rid] = wire_rid
+        try:
+            async with asyncio.timeout(deadline_s):
+                reply = await self._post("/generate", body, timeout_s=None)
+        except TimeoutError:
+            await self._abort(wire_rid)
+            raise EnvironmentFault(f"request {rid} on {self.url} took longer than {deadline_s:g} s and was aborted", f"a reply within {deadline_s:g} s",
+                                   "raise rollout.turn_deadline_s, or lower rollout.in_flight") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(self._abort(wire_rid))
+            raise
+        finally:
+            self.active -= 1
+            self._wire_rids.pop(rid, None)
+        turn = parse_reply(body, reply, self.shape, time.monotonic() - began)
+        self.generated_tokens += len(turn.output_ids)
+        self.prompt_tokens += len(turn.input_ids)
+        self.cached_tokens += turn.cached_tokens
+        return turn
+
+    async def abort(self, rid: str) -> None:
+        """End a running request; its `generate` returns what was sampled so far with finish_reason "abort". Unknown ids are ignored."""
+        if wire_rid := self._wire_rids.get(rid):
+            await self._post("/abort_request", {"rid": wire_rid})
+
+    async def _abort(self, wire_rid: str) -> None:
+        try:
+            await self._post("/abort_request", {"rid": wire_rid}, timeout_s=10.0)
+        except EnvironmentFault as fault:
+            log.warning("could not abort %s: %s", wire_rid, fault)
+
+    # -- pauses and weights --------------------------------------------------------------------------------------------------
+    async def pause(self, mode: PauseMode) -> None:
+        """Hold all requests, also new ones. `in_place`: they keep their KV cache. `retract`: they are put back and prefilled again."""
+        await self._post("/pause_generation", {"mode": mode})
+
+    async def resume(self) -> None:
+        """Let held requests go on."""
+        await self._post("/continue_generation", {})
+
+    async def update_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool = False) -> None:
+        """Put Hugging Face tensors (any subset of the model's) into the engine and call the result `version`.
+
+        They are handed over as a safetensors file in shared memory, read by the engine and removed. SGLang's own endpoint for tensors wants a
+        base64 pickle instead, which is slower and is a pickle. Pause first, or the update waits for running requests to end.
+        Raises StructureError, before anything changed, for a name, shape or dtype the model does not have: the engine would report success
+        for an unknown name and die of a wrong shape.
+        """
+        from safetensors.torch import save_file
+
+        self.check_tensors({name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
+        folder = Path(tempfile.mkdtemp(prefix="miles-weights-", dir=HANDOVER))
+        try:
+            await asyncio.to_thread(save_file, {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+            await self.update_from_folder(folder, version, flush=flush)
+        except OSError as e:
+            raise EnvironmentFault(f"cannot hand weights over in {HANDOVER}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
+        finally:
+            shutil.rmtree(folder)
+
+    async def update_from_folder(self, folder: str | Path, version: int, *, flush: bool = False) -> None:
+        """Load the safetensors of a folder the engine can read and call the result `version`. The caller has checked names and shapes."""
+        await self._post("/update_weights_from_disk", {
+            "model_path": str(folder), "load_format": "safetensors", "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False,
+        })
+        self.version = version
+
+    async def init_broadcast(self, address: str, port: int, *, rank: int, world_size: int, group: str, backend: str) -> None:
+        """Join a broadcast group whose rank 0 listens on `address:port`; this engine's processes take the ranks from `rank` on."""
+        await self._post("/init_weights_update_group", {
+            "master_address": address, "master_port": port, "rank_offset": rank, "world_size": world_size, "group_name": group, "backend": backend,
+        })
+
+    async def update_from_broadcast(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]], version: int, *, group: str, flush: bool = False,
+    ) -> None:
+        """Receive these tensors, in this order, from rank 0 of the group, one broadcast each. `dtypes` like "float32". Raises like `update_tensors`."""
+        self.check_tensors({n: (tuple(s), d) for n, d, s in zip(names, dtypes, shapes, strict=True)})
+        await self._post("/begin_weight_update", {"selector": "all"})
+        await self._post("/update_weights_from_distributed", {
+            "names": list(names), "dtypes": list(dtypes), "shapes": [list(s) for s in shapes], "group_name": group, "flush_cache": flush,
+            "abort_all_requests": False, "weight_version": str(version),
+        })
+        await self._post("/end_weight_update", {})
+        self.version = version
+
+    async def destroy_broadcast(self, group: str) -> None:
+        await self._post("/destroy_weights_update_group", {"group_name": group})
+
+    def check_tensors(self, described: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
+        """Raises StructureError unless every name -> (shape, dtype) is one of the model's parameters. A float of another width is fine: the
+        engine converts it to its own."""
+        for name, (shape, dtype) in described.items():
+            known = self.parameters.get(name)
+            if known is None:
+                raise StructureError(f"weights: no parameter {name!r} in the model", f"one of its {len(self.parameters)} Hugging Face names",
+                                     "check the weight mapping of this family", cause="weights:name")
+            if known.shape != shape:
+                raise StructureError(f"weights: {name} has shape {shape}", f"{known.shape}", "check the weight mapping of this family", cause="weights:shape")
+            if ("float" in dtype) != ("float" in known.dtype):
+                raise StructureError(f"weights: {name} is {dtype}", known.dtype, "check the weight mapping of this family", cause="weights:dtype")
+
+    async def set_version(self, version: int) -> None:
+        """Rename the weights in the engine (after a restart with newer ones) without touching requests."""
+        await self._post("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
+        self.version = version
+
+    async def refresh_version(self) -> int:
+        """Ask the engine which weight version it serves."""
+        self.version = int((await self.info())["weight_version"])
+        return self.version
+
+    async def checksums(self) -> dict[str, str]:
+        """Checksum of every parameter as it lies in the engine's memory (one process; see miles.engine.digest). Engine's own, fused names."""
+        reply = await self._post("/weights_checker", {"action": "checksum"})
+        if len(reply["ranks"]) != 1:
+            raise EnvironmentFault(f"{self.url} has {len(reply['ranks'])} processes, each with a part of the weights", "one", "see miles.engine.digest")
+        return reply["ranks"][0]["checksums"]
+
+    # -- the rest ------------------------------------------------------------------------------------------------------------
+    async def flush(self) -> None:
+        """Empty the prefix cache. Refused by the engine while requests run."""
+        await self._post("/flush_cache", {})
+
+    async def info(self) -> dict[str, Any]:
+        """SGLang's /model_info: model_path, weight_version, ..."""
+        return await self._request("GET", "/model_info", None, CONTROL_TIMEOUT_S)
+
+    async def healthy(self, timeout_s: float = 30.0) -> bool:
+        """Whether it generates. Cheap when it is busy; otherwise it samples one token (about 1 s)."""
+        try:
+            await self._request("GET", "/health", None, timeout_s)
+        except EnvironmentFault:
+            return False
+        return True
+
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S) -> Any:
+        return await self._request("POST", path, body, timeout_s)
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        if self._http is None:
+            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        try:
+            async with self._http.request(method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
+                text = await reply.text()
+                answer = await reply.json(content_type=None) if text[:1] in "{[" and text else text
+                failed = reply.status >= 400 or (isinstance(answer, dict) and answer.get("success") is False)
+                if failed:
+                    raise EnvironmentFault(f"{method} {self.url}{path} answered {reply.status}: {text[:800]}", "success", "read the engine's log")
+                return answer
+        except (aiohttp.ClientError, ConnectionError) as e:
+            raise EnvironmentFault(f"{method} {self.url}{path} failed: {e!r}", "an engine that answers", "the engine may have died: read its log") from e
+        except TimeoutError as e:
+            if timeout_s is None:
+                raise  # the caller's own deadline
+            raise EnvironmentFault(f"{method} {self.url}{path} did not answer within {timeout_s:g} s", "an answer", "read the engine's log") from e
