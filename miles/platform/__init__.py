@@ -7,6 +7,7 @@ without, it adapts megatron-core to CPU: see `miles.platform.cpu`, the one place
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import dataclass
 
@@ -44,6 +45,8 @@ def activate() -> Platform:
     Raises EnvironmentFault: megatron-core is missing, is not the version the CPU adaptation was written for, or was imported before.
     """
     platform = current()
+    # hundreds of lines a start about its own deprecations; errors still pass
+    logging.getLogger("megatron").setLevel(logging.ERROR)
     if platform.name == "cpu":
         cpu.adapt_megatron()
     return platform

@@ -19,6 +19,7 @@ import importlib.abc
 import importlib.metadata
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from types import ModuleType
 
@@ -49,6 +50,7 @@ def adapt_megatron() -> None:
     if importlib.util.find_spec("triton") is None:
         raise EnvironmentFault("triton is not installed; megatron-core imports it at module level even where it never runs", "triton",
                                "install the pinned requirements of this project")
+    warnings.filterwarnings("ignore", message=".*(Apex|absl.logging).*not installed")  # GPU libraries that are rightly absent
     _scope_tensor_methods()
     sys.meta_path.insert(0, _MegatronImportHook(cpu_view_of_torch()))
 

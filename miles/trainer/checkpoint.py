@@ -3,7 +3,8 @@
 Uses megatron-core's dist_checkpointing (format `torch_dist`), which reshards over tensor, pipeline, expert and data parallel sizes. It writes
 `__R_W.distcp` files (tensors, one per rank), `.metadata` and `metadata.json`. Pickle in that format: `.metadata` is a pickle, and tensors and
 small objects are in torch.save files. On load, `.metadata` is first read by an unpickler that knows only the classes such a file holds, so a
-file that names anything else is refused before torch reads it; the torch.save files are loaded with `weights_only=True`.
+file that names anything else is refused before torch reads it; the torch.save files are loaded with `weights_only=True`, which megatron's
+own loader does for tensors only (`_plain_objects_only`).
 
 The writers are threads of this process: megatron would start a manager process for a queue (which imports the program again), and a plain
 queue does the same work for a synchronous save.
@@ -11,6 +12,8 @@ queue does the same work for a synchronous save.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import pickle
 import queue
 from pathlib import Path
@@ -20,14 +23,14 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from miles.core import EnvironmentFault
 from miles.trainer.model import PolicyModel
 
-METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.", "megatron.core.dist_checkpointing.")
-METADATA_NAMES = {("torch", "Size"), ("torch", "dtype"), ("torch", "device"), ("torch.serialization", "_get_layout"), ("builtins", "set"),
-                  ("collections", "OrderedDict"), ("collections", "defaultdict"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
+METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 def save_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
@@ -51,7 +54,8 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
     """
     folder = Path(folder)
     _check_metadata(folder / ".metadata")
-    state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True), str(folder))
+    with _plain_objects_only():
+        state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True), str(folder))
     model.chunks[0].module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     torch.set_rng_state(state["rng"]["torch"])
@@ -77,9 +81,24 @@ def _format() -> dict:
     }
 
 
+@contextlib.contextmanager
+def _plain_objects_only():
+    """Inside, small objects of a checkpoint are unpickled as numbers, strings, containers and tensors only."""
+
+    def load_bytes(planner, read_item, value: io.BytesIO) -> None:
+        planner.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+
+    MCoreLoadPlanner.load_bytes = load_bytes  # shadows the inherited method
+    try:
+        yield
+    finally:
+        del MCoreLoadPlanner.load_bytes
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str):
-        if module.startswith(METADATA_MODULES) or (module, name) in METADATA_NAMES:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or module.startswith(METADATA_MODULES) or (module, name) in METADATA_NAMES:
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
 
