@@ -1,0 +1,16 @@
+"""Token in, token out: tokenization, checkpoints per turn, linear history, assembly into trajectories, and the server that offers it.
+
+Must not talk to the trainer.
+"""
+
+from miles.session.assemble import Assembled, assemble, is_exact, to_trajectory
+from miles.session.history import Checkpoint, History
+from miles.session.server import SessionServer
+from miles.session.service import ChatReply, Session, SessionBusy, SessionLimits, SessionService
+from miles.session.tokenize import ChatTokenizer
+from miles.session.verify import verify
+
+__all__ = [
+    "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "History", "Session", "SessionBusy", "SessionLimits", "SessionServer", "SessionService",
+    "assemble", "is_exact", "to_trajectory", "verify",
+]

@@ -1,0 +1,91 @@
+"""Turns to one training sequence. Pure: every token is accounted for, or the trajectory is refused with a cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from miles.core import NO_VERSION, StructureError, Trajectory, Turn
+
+
+@dataclass(frozen=True)
+class Assembled:
+    """The arrays of a `Trajectory`."""
+
+    tokens: np.ndarray  # int32 [T]
+    loss_mask: np.ndarray  # uint8 [T]
+    logprobs: np.ndarray  # float32 [T]
+    versions: np.ndarray  # int32 [T]
+    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]
+
+
+def assemble(turns: Sequence[Turn]) -> Assembled:
+    """Join turns whose inputs each start with everything before. T = tokens of the last input + those it sampled.
+
+    Raises StructureError with cause assembly:empty | prefix | length | routes.
+    """
+    if not turns:
+        raise StructureError("no turn", "at least one", cause="assembly:empty")
+    total = len(turns[-1].input_ids) + len(turns[-1].output_ids)
+    tokens = np.zeros(total, dtype=np.int32)
+    mask = np.zeros(total, dtype=np.uint8)
+    logprobs = np.zeros(total, dtype=np.float32)
+    versions = np.full(total, NO_VERSION, dtype=np.int32)
+    at = 0
+    for k, turn in enumerate(turns):
+        start, end = len(turn.input_ids), len(turn.input_ids) + len(turn.output_ids)
+        if start < at or (k and start == at) or end > total or not np.array_equal(turn.input_ids[:at], tokens[:at]):
+            raise StructureError(f"turn {k}: its {start} input tokens do not extend the {at} tokens before it", "all earlier tokens, then new ones",
+                                 cause="assembly:prefix")
+        if not len(turn.output_ids) == len(turn.logprobs) == len(turn.versions) or end == start:
+            raise StructureError(f"turn {k}: {len(turn.output_ids)} output tokens, {len(turn.logprobs)} log-probabilities, {len(turn.versions)} versions",
+                                 "equal, at least 1", cause="assembly:length")
+        tokens[at:start] = turn.input_ids[at:]
+        tokens[start:end], mask[start:end], logprobs[start:end], versions[start:end] = turn.output_ids, 1, turn.logprobs, turn.versions
+        at = end
+    if int(mask.sum()) != sum(len(t.output_ids) for t in turns):
+        raise StructureError(f"{int(mask.sum())} tokens marked as sampled", f"{sum(len(t.output_ids) for t in turns)}, the turns' outputs", cause="assembly:length")
+    return Assembled(tokens, mask, logprobs, versions, _join_routes(turns, total))
+
+
+def _join_routes(turns: Sequence[Turn], total: int) -> np.ndarray | None:
+    """Row t = experts that processed token t. The last token of a turn is processed by the next one; the very last by none."""
+    if all(t.routes is None for t in turns):
+        return None
+    rows = 0
+    for k, turn in enumerate(turns):
+        end = len(turn.input_ids) + len(turn.output_ids) - 1
+        if turn.routes is None or turn.routes_start != rows or len(turn.routes) != end - rows:
+            found = "none" if turn.routes is None else f"rows {turn.routes_start} .. {turn.routes_start + len(turn.routes)}"
+            raise StructureError(f"turn {k}: routes {found}", f"rows {rows} .. {end}, right after the turn before", cause="assembly:routes")
+        rows = end
+    if rows != total - 1:
+        raise StructureError(f"{rows} route rows", f"{total - 1}, tokens - 1", cause="assembly:routes")
+    return np.concatenate([t.routes for t in turns if t.routes is not None])
+
+
+def is_exact(versions: np.ndarray, loss_mask: np.ndarray, opened_at: int) -> bool:
+    """Whether every sampled token and the KV prefix it saw come from one weight version.
+
+    The session's prefix cache is a namespace named after `opened_at`, the version served when it was opened, and versions only rise. So if
+    all its tokens have that version, no update came before the last of them, and everything in that namespace until then was computed with it.
+    """
+    return bool((versions[loss_mask.astype(bool)] == opened_at).all())
+
+
+def to_trajectory(
+    turns: Sequence[Turn], *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, opened_at: int, cacheable_tokens: int,
+    reused_tokens: int, seconds: float, meta: dict[str, Any] | None = None,
+) -> Trajectory:
+    """A `Trajectory` from a session's turns. `reused_tokens` of the `cacheable_tokens` came from the prefix cache; it is kept in `meta`, because
+    `cached_tokens` also counts prefixes that other sessions had computed. Raises StructureError like `assemble`."""
+    s = assemble(turns)
+    return Trajectory(
+        group_id=group_id, sample=sample, task_id=task_id, tokens=s.tokens, loss_mask=s.loss_mask, logprobs=s.logprobs, versions=s.versions,
+        routes=s.routes, reward=reward, finish_reason=finish_reason, turns=len(turns), exact=is_exact(s.versions, s.loss_mask, opened_at),
+        cached_tokens=sum(t.cached_tokens for t in turns), cacheable_tokens=cacheable_tokens, prompt_tokens=sum(len(t.input_ids) for t in turns),
+        seconds=seconds, meta={**(meta or {}), "reused_tokens": reused_tokens},
+    )
