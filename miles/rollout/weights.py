@@ -16,7 +16,7 @@ import torch
 
 from miles.core import EnvironmentFault, MilesError, Role, StructureError
 from miles.engine import EngineClient
-from miles.engine.digest import combine_checksums
+from miles.engine.digest import combined_checksum
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, write_ack
@@ -106,18 +106,19 @@ class EngineWeights:
             applied = time.monotonic()
             await self._client.resume()
             resumed = time.monotonic()
-            got = combine_checksums(await self._client.checksums())
+            got = combined_checksum(await self._client.checksums())
         except (EnvironmentFault, StructureError) as e:
             self._acknowledge(-1, "", error=str(e))
             raise EnginePoisoned(f"rank {self._rank}: v{manifest.version} was not applied whole: {e}", "an engine at exactly one version",
                                  "nothing: the engine is restarted from a keyframe") from e
-        ok = got == manifest.extra["checksum"]
+        expected = manifest.extra["checksum"]
+        ok = not expected or got == expected
         self._log.row("weights", version=manifest.version, step=manifest.step, transport=transport, bytes=size, wait_s=max(0.0, time.time() - manifest.published
                       - (time.monotonic() - start)), pull_s=pulled - start, pause_s=resumed - pulled, apply_s=applied - paused,
                       verify_s=time.monotonic() - resumed, total_s=time.time() - manifest.published, ok=ok)
         if not ok:
             self._acknowledge(-1, got, error="digest")
-            raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", manifest.extra["checksum"],
+            raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", expected,
                                  "nothing: the engine is restarted from a keyframe")
         self.version = manifest.version
         self._acknowledge(self.version, got)
