@@ -6,8 +6,8 @@ import pytest
 
 from miles.config import load_config, load_site
 from miles.config.memory import draft_plan, kv_bytes_per_token, memory_plan, stage_layers
-from miles.config.shape import find_hf_config, model_shape
 from miles.config.schema import SiteConfig
+from miles.config.shape import find_hf_config, model_shape
 from miles.core import ConfigError
 
 GLM = "configs/glm52_async.toml"

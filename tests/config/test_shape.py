@@ -1,6 +1,7 @@
 """The parameter counts, against transformers' own modules (built without memory) and against the published total of GLM-5.2."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from miles.config.shape import index_layers, model_shape
 from miles.core import ConfigError
 
-GLM = json.load(open("configs/models/glm-5.2/config.json"))
+GLM = json.loads(Path("configs/models/glm-5.2/config.json").read_text())
 SMALL = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=128, vocab_size=100)
 MOE = dict(moe_intermediate_size=32, num_experts_per_tok=2)
 LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, n_group=1, topk_group=1)

@@ -1,0 +1,137 @@
+"""The one-page report as plain text: `render_text(summary) -> str`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+WIDTH = 100
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def render_text(s: dict[str, Any]) -> str:
+    """One page: state, learning, truth, schedule, engines, weights, alarms, next command. Takes the dict of `miles.report.report`."""
+    lines = [*_head(s), *_learning(s), *_truth(s), *_schedule(s), *_engines(s), *_weights(s), *_alarms(s)]
+    return "\n".join(lines) + "\n"
+
+
+def sparkline(values: list[float | None], width: int = 60) -> str:
+    """Values as bars, thinned to `width` by means of neighbours; a missing value is a space."""
+    if len(values) > width:
+        cuts = [round(i * len(values) / width) for i in range(width + 1)]
+        parts = [[v for v in values[a:b] if v is not None] for a, b in itertools.pairwise(cuts)]
+        values = [sum(p) / len(p) if p else None for p in parts]
+    known = [v for v in values if v is not None]
+    if not known:
+        return ""
+    low, span = min(known), max(known) - min(known)
+    return "".join(" " if v is None else _BARS[int((v - low) / span * 7.999)] if span else _BARS[3] for v in values)
+
+
+def number(value: Any, form: str = ".3g", unit: str = "") -> str:
+    return "-" if value is None else f"{value:{form}}{unit}"
+
+
+def _title(text: str) -> str:
+    return f"\n{text} {'─' * (WIDTH - len(text) - 1)}"
+
+
+def _spread(d: dict[str, Any], form: str = ".3g", unit: str = "") -> str:
+    if not d.get("count"):
+        return "-"
+    return f"median {d['median']:{form}}{unit}, p90 {d['p90']:{form}}{unit}, max {d['max']:{form}}{unit} (n = {d['count']})"
+
+
+def _head(s: dict[str, Any]) -> list[str]:
+    run, wall = s["run"], s["run"]["wall_s"]
+    state = "finished" if run["finished"] else "not finished"
+    out = [f"{run['name']}  {state}: {s['steps']} of {s['steps_planned']} steps" + (f" in {wall / 60:.1f} min" if wall else ""),
+           f"{run['path']}", f"{run['mode']}, {run['model']}, trainer {run['precision'][0]}, rollout {run['precision'][1]}"]
+    for a in s["attempt_list"]:
+        out.append(f"attempt {a['attempt']}: {a['launcher'] or '?'}" + (f" job {a['job_id']}" if a["job_id"] else "") + f", {a['outcome'] or 'running or killed'}"
+                   + (f": {a['cause']}" if a["cause"] else ""))
+    return out
+
+
+def _learning(s: dict[str, Any]) -> list[str]:
+    r = s["reward"]
+    out = [_title("Learning")]
+    if not r["count"]:
+        return [*out, "no step yet"]
+    out.append(f"reward  first third {number(r['first_third'], '.3f')} ± {number(r['first_third_std'], '.3f')}   last third {number(r['last_third'], '.3f')} ± "
+               f"{number(r['last_third_std'], '.3f')}   gain {number(r['gain'], '+.3f')}   ({r['third_steps']} steps each, ± between steps; {r['trajectories']} trajectories)")
+    out.append(f"        per step {sparkline(s['series']['steps']['reward_mean'])}")
+    average = r["moving_average"]
+    out.append(f"        average of {r['moving_window']} steps: {average[0]:.3f} -> {average[-1]:.3f}; one run, an observation")
+    weakest = [t for t in s["tasks"] if t["trajectories"] >= 4][:3]
+    if weakest:
+        out.append("weakest tasks: " + ", ".join(f"{t['task']} {t['reward']:.2f} (n = {t['trajectories']})" for t in weakest))
+    t = s["truth"]
+    out.append(f"loss {_spread(t['loss'])}; gradient norm {_spread(t['grad_norm'])}")
+    return out
+
+
+def _truth(s: dict[str, Any]) -> list[str]:
+    d, t = s["logprob_abs_diff"], s["truth"]
+    out = [_title("Truth"),
+           f"|trainer - engine| log-probability: mean {number(d['mean'], '.2e')}, max {number(d['max'], '.2e')} over {d['tokens']} exact tokens; "
+           f"all sampled tokens, staleness included: {number(d['all_tokens_mean'], '.2e')}",
+           f"tokens trained {s['tokens']['trained']} ({s['tokens']['sampled']} sampled), unaccounted {number(s['tokens']['unaccounted'], 'd')}; "
+           f"groups trained {s['groups_trained']}, trained twice {s['groups_trained_twice']}"]
+    mean = {k: v.get("mean") for k, v in t.items()}
+    out.append(f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
+               f"importance weights cut {number(mean['tis_cut_fraction'], '.2%')}")
+    return out
+
+
+def _schedule(s: dict[str, Any]) -> list[str]:
+    w, st, q, g = s["waits"], s["step_time"], s["queue"], s["groups"]
+    out = [_title("Schedule"),
+           f"bottleneck: {w['bottleneck']}   trainer waits {number(w['trainer_wait_share'], '.0%')} of its steps, rollout held back {number(w['rollout_blocked_share'], '.0%')} of its time"]
+    out.append(f"step: first {number(st['first'], '.1f', ' s')}; then median {number(st['median'], '.2f', ' s')}, p90 {number(st.get('p90'), '.2f', ' s')}, "
+               f"max {number(st.get('max'), '.2f', ' s')} (n = {st['count']})")
+    if w["trainer_time"]:
+        out.append("trainer's time: " + ", ".join(f"{k} {v:.0%}" for k, v in w["trainer_time"].items()))
+    age = s["staleness"]
+    histogram = ", ".join(f"{k}: {v}" for k, v in age["histogram"].items())
+    out.append(f"staleness of trained: mean {number(age['mean'], '.2f')}, max {number(age['max'], 'd')}, limit {age['limit']}" + (f"   trajectories by age {histogram}" if histogram else "")
+               + (f"; oldest waiting {age['waiting_max']}" if age["waiting_max"] is not None else ""))
+    out.append(f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap {q['in_flight_cap']}")
+    out.append("groups: " + ", ".join(f"{k} {v}" for k, v in g.items()) + (f"   dropped: {', '.join(f'{k} {v}' for k, v in s['dropped'].items())}" if s["dropped"] else ""))
+    detail = {k: v for k, v in s["dropped_detail"].items() if k != "trained" and v["tokens_mean"]}
+    if detail:
+        base = s["dropped_detail"]["trained"]
+        out.append(f"  length and reward, trained: {number(base['tokens_mean'], '.0f')} tokens, {number(base['reward_mean'], '.2f')}; " +
+                   "; ".join(f"{k}: {v['tokens_mean']:.0f} tokens, {v['reward_mean']:.2f}" for k, v in detail.items()))
+    return out
+
+
+def _engines(s: dict[str, Any]) -> list[str]:
+    t, e = s["trajectories"], s["engines"]
+    out = [_title("Rollout"),
+           f"prefix cache: {number(s['prefix_cache_hit_rate'], '.1%')} of what could hit, {number(s['prompt_cache_share'], '.1%')} of all prompt tokens"]
+    if t["count"]:
+        out.append(f"trajectories {t['count']}: " + ", ".join(f"{k} {v}" for k, v in sorted(t["status"].items())) + "   ended by: " +
+                   ", ".join(f"{k} {v}" for k, v in sorted(t["finish"].items())))
+        out.append(f"  turns {_spread(t['turns'], '.0f')}; tokens {_spread(t['tokens'], '.0f')}; seconds {_spread(t['seconds'], '.1f')}")
+    for x in e["list"][:16]:
+        out.append(f"engine {x['rank']}: {x['trajectories']} trajectories, {x['sampled_tokens']} tokens sampled, hit rate {number(x['prefix_cache_hit_rate'], '.1%')}, restarts {x['restarts']}")
+    if e["count"] > 1:
+        out.append(f"balance (largest over mean of {e['count']}): trajectories {number(e['balance_trajectories'], '.2f')}, tokens {number(e['balance_tokens'], '.2f')}")
+    return out
+
+
+def _weights(s: dict[str, Any]) -> list[str]:
+    w = s["weights"]
+    out = [_title("Weights"), f"{w['versions']} versions; {w['applied']} applied by engines, {w['failed']} refused"]
+    for name, t in w["transports"].items():
+        out.append(f"{name}: pull {number(t['pull_s'].get('median'), '.3f', ' s')}, paused {number(t['pause_s'].get('median'), '.3f', ' s')} (apply "
+                   f"{number(t['apply_s'].get('median'), '.3f', ' s')}), verify {number(t['verify_s'].get('median'), '.3f', ' s')}, published to serving "
+                   f"{_spread(t['total_s'], '.2f', ' s')}; {number((t['bytes_median'] or 0) / 1e6, '.3g')} MB, {number(t['mb_per_s'], '.0f', ' MB/s')}")
+    return out
+
+
+def _alarms(s: dict[str, Any]) -> list[str]:
+    out = [_title("Alarms")]
+    out += [f"{a['level'].upper()}: {a['text']}" for a in s["alarms"]] or ["none"]
+    return [*out, _title("Next"), *s["next"]]
