@@ -19,7 +19,7 @@ def render_job(config: MilesConfig, config_path: str | Path, site: SiteConfig) -
     path = str(config_path)
     if any(ch in path for ch in " \t\n'\"$`\\"):
         raise ConfigError(f"config path {path!r} has characters that a shell would read", "a path without spaces and quotes", "rename it")
-    setup = "\n".join(["# Site set-up.", *site.setup, ""]) if site.setup else ""
+    setup = "\n".join(["", "# Site set-up, before -u: module scripts read unset variables.", *site.setup, ""]) if site.setup else ""
     prefix = f"\n#   every rank runs under: {' '.join(site.srun_prefix)}" if site.srun_prefix else ""
     return f"""#!/bin/bash
 # {config.run.name}: {"asynchronous" if config.run.mode == "async" else "synchronous"} reinforcement learning, one heterogeneous Slurm job.
@@ -36,11 +36,12 @@ def render_job(config: MilesConfig, config_path: str | Path, site: SiteConfig) -
 # Options are not inherited: without its own --signal, a preempted component 1 would get TERM where component 0 gets USR2.
 #SBATCH hetjob
 {_component(config, site, c.rollout)}
+{setup}
 set -euo pipefail
 trap '' USR2  # the notice may come before the supervisor is there to take it
 cd "$SLURM_SUBMIT_DIR"
 
-{setup}# The first start makes a run directory and notes it under the job id; a requeued job goes on with the same one.
+# The first start makes a run directory and notes it under the job id; a requeued job goes on with the same one.
 run=$({site.python} -m miles.cluster.start {path} "$@")
 
 # exec: USR2 goes to the batch script alone (B:), so the supervisor has to be the batch script. It hands the notice on to the ranks.
@@ -52,7 +53,7 @@ def _component(config: MilesConfig, site: SiteConfig, c: ComponentConfig) -> str
     options = {
         "account": site.account, "partition": site.partition, "qos": site.qos, "constraint": site.constraint, "reservation": site.reservation,
         "nodes": c.nodes, "ntasks-per-node": c.ranks_per_node, "cpus-per-task": c.cpus_per_rank, "gpus-per-node": c.gpus_per_node or None,
-        "mem": f"{round(c.memory_gb * 1000)}M" if c.memory_gb else None,
+        "mem": f"{int(c.memory_gb * 1e9 / 2**20)}M" if c.memory_gb else None,
         "time": config.cluster.time_limit, "signal": f"B:USR2@{config.cluster.signal_before_s}",
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value is not None]
@@ -60,5 +61,5 @@ def _component(config: MilesConfig, site: SiteConfig, c: ComponentConfig) -> str
 
 
 def _size(c: ComponentConfig) -> str:
-    gpus = f", {c.gpus_per_node} GPUs a node" if c.gpus_per_node else ""
+    gpus = f", {c.gpus_per_node} GPU{'s' * (c.gpus_per_node > 1)} a node" if c.gpus_per_node else ""
     return f"{c.nodes} node{'s' * (c.nodes > 1)} x {c.ranks_per_node} MPI rank{'s' * (c.ranks_per_node > 1)}{gpus}"

@@ -100,5 +100,6 @@ def command(argv: list[str], *, check: bool = True, timeout: float = 60.0) -> su
 
 
 def _fault(what: str, done: subprocess.CompletedProcess) -> EnvironmentFault:
-    return EnvironmentFault(f"`{what}` ended with code {done.returncode}: {(done.stderr or done.stdout).strip()}", "a reachable Slurm cluster",
+    said = (done.stderr or done.stdout).strip().splitlines() or ["nothing"]  # the last line is the cause, those before it the way there
+    return EnvironmentFault(f"`{what}` ended with code {done.returncode}: {said[-1]}", "a reachable Slurm cluster",
                             "check SLURM_CONF and `scontrol ping`; for the development cluster: slurm/devcluster status")

@@ -1,0 +1,314 @@
+"""The commands of `miles-submit`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from miles.core import MilesError
+
+CONFIG = click.argument("config", type=click.Path(path_type=Path))
+RUN = click.argument("run", default="latest")
+SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one option of the config; may be repeated.")
+JSON = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
+
+console = Console(highlight=False)
+
+
+class Commands(click.Group):
+    """Errors that Miles raises on purpose end as their text on stderr and their exit code: 2 configuration, 3 environment, 1 other."""
+
+    def invoke(self, ctx: click.Context):
+        try:
+            return super().invoke(ctx)
+        except MilesError as e:
+            click.echo(e, err=True)
+            ctx.exit(e.exit_code)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)  # in the order of a run's life
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
+@click.version_option(package_name="miles")
+def main() -> None:
+    """Reinforcement-learning runs as Slurm jobs.
+
+    \b
+      miles-submit check configs/tiny_async.toml
+      miles-submit submit configs/tiny_async.toml --follow
+      miles-submit report latest
+
+    RUN is a run directory, its name below runs/, or a Slurm job id; without it the newest run is meant.
+
+    Exit codes: 0 done, 2 the configuration cannot work, 3 the environment does not deliver, 1 anything else.
+
+    Completion of the shell: eval "$(_MILES_SUBMIT_COMPLETE=bash_source miles-submit)" (or zsh_source, fish_source).
+    """
+
+
+@main.command()
+@CONFIG
+@SET
+def render(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print the sbatch script of CONFIG.
+
+    \b
+      miles-submit render configs/tiny_async.toml > jobs/tiny_async.sbatch
+    """
+    from miles.cluster.render import render_job
+    from miles.config import load_config, load_site
+
+    loaded = load_config(config, overrides)
+    click.echo(render_job(loaded, config, load_site(loaded.cluster.site)), nl=False)
+
+
+@main.command()
+@CONFIG
+@SET
+@JSON
+def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
+    """Check CONFIG, and this machine as far as it matters; prints the memory plan per GPU.
+
+    What only the run's own machine can tell is a warning here and an error in `submit` and `local`.
+
+    \b
+      miles-submit check configs/glm52_async.toml --json
+    """
+    from miles.cluster.preflight import plan_of, preflight
+    from miles.config import load_config, load_site
+
+    loaded = load_config(config, overrides)
+    site = load_site(loaded.cluster.site)
+    findings, plan = preflight(loaded, site), plan_of(loaded, site)
+    if as_json:
+        click.echo(json.dumps({"config": str(config), "ok": all(f.status != "fail" for f in findings), "findings": [f.to_json() for f in findings],
+                               "memory": plan and plan.to_json()}, indent=1))
+    else:
+        _print_findings(findings)
+        if plan:
+            click.echo(plan.table())
+    sys.exit(max((f.exit_code for f in findings), default=0))
+
+
+@main.command()
+@CONFIG
+@SET
+def prepare(config: Path, overrides: tuple[str, ...]) -> None:
+    """Make what CONFIG needs before its first start: the model folder, when it has a recipe.
+
+    \b
+      miles-submit prepare configs/tiny_async.toml
+    """
+    from miles.config import load_config
+    from miles.models import prepare as prepare_model
+
+    click.echo(f"model: {prepare_model(load_config(config, overrides))}")
+
+
+@main.command()
+@CONFIG
+@SET
+@click.option("--follow", "watch", is_flag=True, help="Show the run until it ends; its outcome is the exit code.")
+@click.option("--wait", is_flag=True, help="Say nothing until the run ends; its outcome is the exit code.")
+@JSON
+def submit(config: Path, overrides: tuple[str, ...], watch: bool, wait: bool, as_json: bool) -> None:
+    """Check CONFIG, make its run directory and queue its job.
+
+    \b
+      miles-submit submit configs/tiny_async.toml --follow
+      miles-submit submit configs/tiny_async.toml --set run.steps=5 --json
+    """
+    from miles.cluster.start import create_run
+
+    run = create_run(_checked(config, overrides, "slurm"))
+    _queue(run, config, watch, wait, as_json)
+
+
+@main.command()
+@CONFIG
+@SET
+@click.option("--follow", "watch", is_flag=True, help="Show progress instead of the supervisor's messages.")
+def local(config: Path, overrides: tuple[str, ...], watch: bool) -> None:
+    """Run CONFIG on this machine without Slurm, in the foreground; Ctrl-C stops it.
+
+    \b
+      miles-submit local configs/tiny_async.toml --follow
+    """
+    from miles.cluster.start import create_run
+
+    run = create_run(_checked(config, overrides, "local"))
+    click.echo(f"run: {run.path}")
+    _run_here(run, watch)
+
+
+@main.command()
+@RUN
+@JSON
+def status(run: str, as_json: bool) -> None:
+    """Where RUN stands: job state, steps, attempts and how they ended.
+
+    \b
+      miles-submit status
+      miles-submit status runs/tiny_async-20260101T120000Z --json
+    """
+    from miles.cli.follow import COLUMNS, cells, headline
+    from miles.cluster.progress import find_run, progress
+
+    now = progress(find_run(run))
+    if as_json:
+        click.echo(json.dumps(now.to_json(), indent=1))
+        return
+    click.echo(headline(now))
+    click.echo(f"step {now.step} of {now.steps}, " + ("finished" if now.finished else "under way" if now.alive else "stopped"))
+    for a in now.attempts:
+        click.echo(f"  attempt {a['attempt']}: {a.get('outcome', 'under way' if now.alive else 'ended without a record')}" + (f", {a['text']}" if "text" in a else ""))
+    if now.rows:
+        click.echo("  ".join(f"{n} {v}" for n, v in zip(COLUMNS, cells(now.rows[-1]))))
+
+
+@main.command()
+@RUN
+def follow(run: str) -> None:
+    """Show RUN live until it ends. Ctrl-C ends the display, not the run.
+
+    \b
+      miles-submit follow
+      miles-submit follow 4711
+    """
+    from miles.cli.follow import follow as show
+    from miles.cluster.progress import find_run
+
+    sys.exit(show(find_run(run), console))
+
+
+@main.command()
+@RUN
+@click.argument("name", required=False)
+@click.option("--attempt", type=int, help="Attempt number (default: the newest).")
+@click.option("--lines", type=int, default=40, show_default=True, help="Lines from the end of each file.")
+@JSON
+def logs(run: str, name: str | None, attempt: int | None, lines: int, as_json: bool) -> None:
+    """List the text logs of RUN, or print the end of those whose name contains NAME.
+
+    \b
+      miles-submit logs latest
+      miles-submit logs latest trainer-0
+    """
+    from miles.cluster.progress import find_run, log_files, tail
+
+    files = [f for f in log_files(find_run(run), attempt) if name is None or name in f.name]
+    if as_json:
+        click.echo(json.dumps([str(f) for f in files], indent=1))
+        return
+    for file in files:
+        click.echo(str(file) if name is None else f"==> {file}\n{tail(file, lines)}")
+
+
+@main.command()
+@RUN
+def cancel(run: str) -> None:
+    """Stop what works on RUN (its job, or its local supervisor). Nothing published is lost; `resume` goes on.
+
+    \b
+      miles-submit cancel latest
+    """
+    from miles.cluster.progress import cancel as stop
+    from miles.cluster.progress import find_run
+
+    click.echo(stop(find_run(run)))
+
+
+@main.command()
+@RUN
+@click.option("--config", type=click.Path(path_type=Path), help="Refuse when this config differs from the run's own, field by field.")
+@SET
+@click.option("--local", "here", is_flag=True, help="Without Slurm, on this machine.")
+@click.option("--follow", "watch", is_flag=True, help="Show the run until it ends; its outcome is the exit code.")
+@click.option("--wait", is_flag=True, help="Say nothing until the run ends; its outcome is the exit code.")
+@JSON
+def resume(run: str, config: Path | None, overrides: tuple[str, ...], here: bool, watch: bool, wait: bool, as_json: bool) -> None:
+    """Go on with RUN from its last checkpoint, with the config it was made with.
+
+    \b
+      miles-submit resume latest --follow
+      miles-submit resume latest --config configs/tiny_async.toml
+    """
+    from miles.cluster.preflight import preflight, refuse
+    from miles.cluster.progress import check_resume, find_run
+    from miles.config import load_config, load_site
+
+    found = find_run(run)
+    check_resume(found, load_config(config or found.path / "run.toml", overrides))
+    refuse(preflight(found.config, load_site(found.config.cluster.site), "local" if here else "slurm"))
+    if here:
+        _run_here(found, watch)
+    _queue(found, found.path / "run.toml", watch, wait, as_json)
+
+
+@main.command()
+@RUN
+@JSON
+@click.option("--html", type=click.Path(path_type=Path), help="Write a page for a browser.")
+def report(run: str, as_json: bool, html: Path | None) -> None:
+    """One page about RUN: learning, staleness, waits, weights, engines.
+
+    \b
+      miles-submit report
+      miles-submit report latest --json
+      miles-submit report latest --html report.html
+    """
+    from miles.cluster.progress import find_run
+    from miles.report import read_report
+
+    found = read_report(find_run(run).path)
+    if html:
+        html.write_text(found.html())
+    click.echo(json.dumps(found.to_json(), indent=1) if as_json else str(html) if html else found.text())
+
+
+# -- shared by the commands above -----------------------------------------------------------------------------------------------
+def _checked(config: Path, overrides: tuple[str, ...], launcher: str):
+    from miles.cluster.preflight import preflight, refuse
+    from miles.config import load_config, load_site
+
+    loaded = load_config(config, overrides)
+    refuse(preflight(loaded, load_site(loaded.cluster.site), launcher))
+    return loaded
+
+
+def _queue(run, config: Path, watch: bool, wait: bool, as_json: bool) -> None:
+    from miles.cli.follow import follow as show
+    from miles.cluster.progress import outcome
+    from miles.cluster.submit import submit as queue
+
+    job = queue(run, config)
+    click.echo(json.dumps({"job_id": job.job_id, "run": str(run.path)}) if as_json else f"job {job.job_id}, run {run.path}")
+    if watch:
+        sys.exit(show(run, console, alive=lambda: not job.done()))
+    if wait:
+        job.wait()
+        sys.exit(outcome(run))
+
+
+def _run_here(run, watch: bool) -> None:
+    from miles.cli.follow import follow as show
+    from miles.cluster.local import run_local, started_local
+
+    if not watch:
+        sys.exit(run_local(run))
+    with started_local(run) as process:
+        sys.exit(show(run, console, alive=lambda: process.poll() is None))
+
+
+def _print_findings(findings) -> None:
+    table = Table(box=None, padding=(0, 2, 0, 0), show_header=False)
+    color = {"ok": "green", "warn": "yellow", "fail": "red"}
+    for f in findings:
+        table.add_row(f"[{color[f.status]}]{f.status}[/]", f.name, f.text)
+    console.print(table)

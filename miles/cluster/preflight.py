@@ -1,0 +1,212 @@
+"""What can be known to fail before a job waits in a queue. Each check is a small function that returns a Finding.
+
+Status: `ok`; `warn` = could not be known here, or matters only elsewhere; `fail` = the run would fail. What this machine lacks is a `warn`
+for `miles-submit check` (a config for 64 GPUs is checked on a laptop) and a `fail` where the run is about to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from miles.cluster import launch, slurm
+from miles.config import MilesConfig, SiteConfig
+from miles.config.memory import Plan, draft_plan
+from miles.core import ConfigError, EnvironmentFault, MilesError
+from miles.rundir import publish_bytes
+
+OLDEST_SLURM = (22, 5)
+LEAST_FREE_GB = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    name: str
+    status: str  # ok | warn | fail
+    text: str
+    exit_code: int = 0  # of a `fail`: 2 configuration, 3 environment
+
+    def to_json(self) -> dict:
+        return asdict(self)
+
+
+Check = Callable[[MilesConfig, SiteConfig], str]
+
+
+def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None) -> list[Finding]:
+    """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here."""
+    checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
+        ("memory", memory, False), ("tasks", tasks, False), ("model", model, True), ("run root", run_root, True), ("python", python, True),
+        ("sandbox", sandbox, True)]
+    if launcher != "local":
+        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
+    if launcher != "slurm":
+        checks += [("mpi world", local_world, True)]
+    findings: list[Finding] = []
+    for name, check, here_only in checks:
+        if name.startswith("slurm ") and any(f.name == "slurm" and f.status != "ok" for f in findings):
+            continue  # no Slurm here: once is enough
+        findings.append(_run(name, check, config, site, here_only and launcher is None))
+    return findings
+
+
+def refuse(findings: list[Finding]) -> None:
+    """Raise the first failure's kind of error with every failure's text."""
+    failed = [f for f in findings if f.status == "fail"]
+    if failed:
+        kind = ConfigError if any(f.exit_code == 2 for f in failed) else EnvironmentFault
+        raise kind("preflight found what would fail:\n" + "\n".join(f"  {f.name}: {f.text}" for f in failed), "every check to pass", "mend the lines above")
+
+
+def _run(name: str, check: Check, config: MilesConfig, site: SiteConfig, lenient: bool) -> Finding:
+    try:
+        text = check(config, site)
+        return Finding(name, "ok", text)
+    except Unknown as e:
+        return Finding(name, "warn", str(e))
+    except MilesError as e:
+        return Finding(name, "warn", str(e)) if lenient else Finding(name, "fail", str(e), 2 if e.exit_code == 2 else 3)
+
+
+class Unknown(Exception):
+    """A check that cannot say anything here."""
+
+
+def plan_of(config: MilesConfig, site: SiteConfig) -> Plan | None:
+    """Memory plan, problems included; None while the model that a recipe makes is not there. Raises ConfigError for an impossible layout."""
+    if config.model.recipe != "none" and not (Path(config.model.path) / "config.json").is_file():
+        return None
+    return draft_plan(config, site)
+
+
+# -- configuration -----------------------------------------------------------------------------------------------------------
+def memory(config: MilesConfig, site: SiteConfig) -> str:
+    plan = plan_of(config, site)
+    if plan is None:
+        raise Unknown(f"{config.model.path} is not made yet (recipe {config.model.recipe}): no memory plan")
+    if plan.problems:
+        raise ConfigError("\n".join(plan.problems), "a plan that fits every GPU", "change the keys named above")
+    if not config.cluster.trainer.gpus_per_node:
+        return "no GPUs asked for"
+    worst = max(s.total_gb for s in plan.stages)
+    return f"trainer rank at most {worst:.1f} GB, engine GPU {plan.engine.total_gb:.1f} GB, of {site.gpu_memory_gb:g} GB"
+
+
+def tasks(config: MilesConfig, site: SiteConfig) -> str:
+    from miles.env.tasks import load_tasks  # asyncio and sandbox code, needed only here
+
+    return f"{len(load_tasks(config.tasks.path))} tasks in {config.tasks.path}"
+
+
+# -- machine -----------------------------------------------------------------------------------------------------------------
+def model(config: MilesConfig, site: SiteConfig) -> str:
+    path = Path(config.model.path)
+    if (path / "config.json").is_file():
+        return f"{path} is there"
+    if config.model.recipe == "none":
+        raise ConfigError(f"no model at {path}", "a Hugging Face folder with config.json", "put it there, correct model.path, or set model.recipe")
+    return f"{path} will be made by the recipe {config.model.recipe}"
+
+
+def run_root(config: MilesConfig, site: SiteConfig) -> str:
+    """A canary on the shared file system: publish (write, fsync, rename), read back, free space."""
+    root = Path(config.run.root).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise EnvironmentFault(f"run.root {root} cannot be made: {e.strerror}", "a writable folder", "change run.root") from e
+    canary = root / f".canary.{os.getpid()}"
+    data = os.urandom(4096)
+    try:
+        publish_bytes(canary, b"old")
+        publish_bytes(canary, data)  # rename over an existing file must replace it
+        if canary.read_bytes() != data:
+            raise EnvironmentFault(f"{root}: a renamed file did not replace the old one", "atomic rename", "use another file system for run.root")
+    finally:
+        canary.unlink(missing_ok=True)
+    free = shutil.disk_usage(root).free / 1e9
+    if free < LEAST_FREE_GB:
+        raise EnvironmentFault(f"{root} has {free:.1f} GB free", f">= {LEAST_FREE_GB:g} GB", "free space or move run.root")
+    return f"{root}: publish works, {free:.0f} GB free"
+
+
+def python(config: MilesConfig, site: SiteConfig) -> str:
+    """The interpreter of the ranks finds what they import (found, not imported: seconds instead of a minute)."""
+    path = launch.interpreter(site)
+    if not os.access(path, os.X_OK):
+        raise EnvironmentFault(f"site.python {path} is no executable", "the Python of the project's environment", "run tools/env, or correct site.python")
+    code = "import importlib.util as u; print(' '.join(m for m in ('miles','mpi4py','torch','sglang','megatron.core','h5py') if not u.find_spec(m)))"
+    done = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=60)
+    if done.returncode or done.stdout.strip():
+        raise EnvironmentFault(f"{path} lacks {done.stdout.strip() or done.stderr.strip()[-300:]}", "every package of the environment", "run tools/env")
+    return f"{path} has every package"
+
+
+def sandbox(config: MilesConfig, site: SiteConfig) -> str:
+    from miles.env.sandbox import Sandbox
+
+    asyncio.run(Sandbox(config.tasks.sandbox).check())
+    return f"{config.tasks.sandbox} runs a command"
+
+
+# -- Slurm -------------------------------------------------------------------------------------------------------------------
+def slurm_version(config: MilesConfig, site: SiteConfig) -> str:
+    found = slurm.version()
+    if found < OLDEST_SLURM:
+        raise EnvironmentFault(f"Slurm {found[0]}.{found[1]:02d}", f"{OLDEST_SLURM[0]}.{OLDEST_SLURM[1]:02d} or newer (het jobs with --signal and requeue)", "ask the site")
+    slurm.command(["scontrol", "ping"])
+    return f"Slurm {found[0]}.{found[1]:02d} answers"
+
+
+def slurm_nodes(config: MilesConfig, site: SiteConfig) -> str:
+    """The partition exists and has enough nodes with enough GPUs (whether they are free is the queue's business)."""
+    partition = [f"--partition={site.partition}"] if site.partition else []
+    nodes = parse_nodes(slurm.command(["sinfo", "--noheader", "--Node", "--format=%N|%G|%P", *partition]).stdout, default=not partition)
+    if not nodes:
+        raise EnvironmentFault(f"partition {site.partition or '(default)'} has no nodes", "a partition with nodes", "correct site.partition (sinfo -s)")
+    c = config.cluster
+    need = max(c.trainer.gpus_per_node, c.rollout.gpus_per_node)
+    wanted = c.trainer.nodes + c.rollout.nodes
+    fit = sum(gpus >= need for gpus in nodes.values())
+    if fit < wanted:
+        raise EnvironmentFault(f"{fit} nodes with {need} GPUs in partition {site.partition or '(default)'}", f">= {wanted}",
+                               "lower cluster.*.nodes or gpus_per_node, or choose another partition")
+    return f"{fit} nodes with {need} or more GPUs, {wanted} asked for"
+
+
+def parse_nodes(text: str, default: bool) -> dict[str, int]:
+    """Node name -> GPUs, from sinfo's `%N|%G|%P`. With `default` only rows of the default partition (marked by `*`)."""
+    nodes = {}
+    for line in text.splitlines():
+        name, gres, partition = line.split("|")
+        if not default or partition.endswith("*"):
+            nodes[name] = sum(int(n) for n in re.findall(r"gpu(?::[^:,()]+)?:(\d+)", gres))
+    return nodes
+
+
+def slurm_mpi(config: MilesConfig, site: SiteConfig) -> str:
+    done = slurm.command(["srun", "--mpi=list"])
+    plugins = re.findall(r"^\s+(\w+)\s*$", done.stdout + done.stderr, re.M)
+    if site.mpi not in plugins and not any(p.startswith(site.mpi) for p in plugins):
+        raise EnvironmentFault(f"site.mpi = {site.mpi}, this Slurm has {', '.join(plugins)}", "one of these, fitting mpi4py's library", "correct site.mpi")
+    return f"srun --mpi={site.mpi}"
+
+
+def local_world(config: MilesConfig, site: SiteConfig) -> str:
+    """Two ranks see each other: an mpiexec of another MPI than mpi4py's gives every rank a world of size 1."""
+    argv = launch.local_argv(config, launch.Role.TRAINER, Path(), "")
+    program = [*argv[:argv.index("-n")], "-n", "2", argv[argv.index("-n") + 2], "-c", "from mpi4py import MPI; print(f'<{MPI.COMM_WORLD.size}>')"]
+    if not Path(program[0]).is_file():
+        raise EnvironmentFault(f"no {program[0]}", "mpich in the environment", "run tools/env")
+    done = subprocess.run(program, capture_output=True, text=True, timeout=120, env=slurm.scrubbed(os.environ))
+    sizes = re.findall(r"<(\d+)>", done.stdout)  # the two lines may be mixed
+    if sizes != ["2", "2"]:
+        raise EnvironmentFault(f"two ranks under {program[0]} see worlds of size {sizes or done.stderr.strip()[-300:]}", "2 and 2",
+                               "install mpi4py and mpich as tools/requirements-cpu.txt pins them")
+    return "two ranks see a world of size 2"
