@@ -264,12 +264,13 @@ def report(run: str, as_json: bool, html: Path | None) -> None:
       miles-submit report latest --html report.html
     """
     from miles.cluster.progress import find_run
-    from miles.report import read_report
+    from miles.report import render_html, render_text
+    from miles.report import report as figures
 
-    found = read_report(find_run(run).path)
+    found = figures(find_run(run).path)
     if html:
-        html.write_text(found.html())
-    click.echo(json.dumps(found.to_json(), indent=1) if as_json else str(html) if html else found.text())
+        html.write_text(render_html(found))
+    click.echo(json.dumps(found, indent=1) if as_json else str(html) if html else render_text(found))
 
 
 # -- shared by the commands above -----------------------------------------------------------------------------------------------
