@@ -8,23 +8,23 @@ import time
 
 import pytest
 
-from miles.cluster import slurm
+from miles.cluster import slurm, submit
 from miles.cluster.render import render_job
 from miles.config import load_config, load_site
+from miles.core import EnvironmentFault
 from tests.cluster.stubs import PROJECT, STUBS
 
 pytestmark = pytest.mark.cluster
+SITE = load_site(PROJECT / "configs/sites/dev.toml").model_copy(update={"python": sys.executable})
 
 
 @pytest.fixture
-def submit(devcluster, tmp_path):
+def sbatch(devcluster, tmp_path):
     """sbatch the rendered script of a run, its roles replaced by stubs; cancelled after the test."""
     jobs: list[str] = []
 
     def go(run, *options: str) -> str:
-        site = load_site(PROJECT / "configs/sites/dev.toml")
-        site = site.model_copy(update={"python": sys.executable})
-        text = render_job(run.run.config, "configs/tiny_async.toml", site)
+        text = render_job(run.run.config, "configs/tiny_async.toml", SITE)
         assert "--launcher slurm" in text
         script = tmp_path / "job.sbatch"
         script.write_text(text.replace("--launcher slurm", f"--launcher slurm {' '.join(STUBS)}"))
@@ -49,9 +49,9 @@ def test_status_of_the_cluster(devcluster):
     assert again.returncode == 0 and "already running with 4 nodes" in again.stdout
 
 
-def test_het_job_finishes(submit, make_run):
+def test_het_job_finishes(sbatch, make_run):
     run = make_run(10)
-    job = submit(run)
+    job = sbatch(run)
     run.wait_for(lambda: ended(job), 60)
     assert slurm.squeue(job)[job].components == ("COMPLETED", "COMPLETED")
     assert run.step() == 10 and run.exit(1)["outcome"] == "finished"
@@ -60,9 +60,9 @@ def test_het_job_finishes(submit, make_run):
     assert {r["node"] for r in run.records(1, "rollout", 1)}.isdisjoint({r["node"] for r in run.records(1, "trainer", 1)})
 
 
-def test_killed_ranks_restart_their_step(submit, make_run):
+def test_killed_ranks_restart_their_step(sbatch, make_run):
     run = make_run(80)
-    job = submit(run)
+    job = sbatch(run)
     run.kill(1, "rollout", 1, rank=1)
     run.kill(1, "trainer", 1, rank=0)
     run.kill(1, "rollout", 2, rank=0)
@@ -72,9 +72,9 @@ def test_killed_ranks_restart_their_step(submit, make_run):
     assert run.records(1, "rollout", 1)[1]["code"] == 137
 
 
-def test_notice_requeues_the_job(submit, make_run):
+def test_notice_requeues_the_job(sbatch, make_run):
     run = make_run(60)
-    job = submit(run)
+    job = sbatch(run)
     run.wait_for(lambda: run.step() >= 3)
     slurm.command(["scancel", "--batch", "--signal=USR2", job])
     run.wait_for(lambda: run.run.attempts() == [1, 2], 60)
@@ -84,10 +84,10 @@ def test_notice_requeues_the_job(submit, make_run):
     assert json.loads((run.run.attempt_dir(2) / "attempt.json").read_text())["restart_count"] == 1
 
 
-def test_preemption_ends_in_a_requeued_job_that_goes_on(submit, make_run, tmp_path):
+def test_preemption_ends_in_a_requeued_job_that_goes_on(sbatch, make_run, tmp_path):
     run = make_run(60)
     low = ["--partition=low"]
-    job = submit(run, *low)  # the command line reaches component 0; preempting any component preempts the job
+    job = sbatch(run, *low)  # the command line reaches component 0; preempting any component preempts the job
     run.wait_for(lambda: run.step() >= 3)
     slurm.command(["sbatch", "--partition=high", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"])
     run.wait_for(lambda: run.run.attempts() == [1, 2], 90)
@@ -96,9 +96,9 @@ def test_preemption_ends_in_a_requeued_job_that_goes_on(submit, make_run, tmp_pa
     assert run.step() == 60
 
 
-def test_scancel_leaves_nothing(submit, make_run):
+def test_scancel_leaves_nothing(sbatch, make_run):
     run = make_run(1000)
-    job = submit(run)
+    job = sbatch(run)
     run.wait_for(lambda: run.step() >= 2)
     slurm.cancel(job)
     run.wait_for(lambda: ended(job) and not run.living(), 40)
@@ -107,9 +107,8 @@ def test_scancel_leaves_nothing(submit, make_run):
 
 def test_job_of_another_size_is_refused(devcluster, make_run, tmp_path):
     config = load_config(PROJECT / "configs/tiny_async.toml", (f"run.root={tmp_path}", "cluster.rollout.nodes=1"))
-    site = load_site(PROJECT / "configs/sites/dev.toml").model_copy(update={"python": sys.executable})
     script = tmp_path / "job.sbatch"
-    script.write_text(render_job(config, "configs/tiny_async.toml", site))
+    script.write_text(render_job(config, "configs/tiny_async.toml", SITE))
     out = tmp_path / "job.out"
     job = re.search(r"job (\d+)", slurm.command(["sbatch", f"--chdir={PROJECT}", f"--output={out}", str(script), "--set", f"run.root={tmp_path}"]).stdout)[1]
     deadline = time.monotonic() + 30
@@ -117,3 +116,25 @@ def test_job_of_another_size_is_refused(devcluster, make_run, tmp_path):
         time.sleep(0.1)
     assert slurm.squeue(job)[job].state == "FAILED"
     assert "the job has 1 tasks for the rollout, the config asks for 2" in out.read_text()
+
+
+def test_submitit_job_reports_its_state_without_accounting(devcluster, make_run, monkeypatch):
+    text = render_job(make_run(5).run.config, "configs/tiny_async.toml", SITE).replace("--launcher slurm", f"--launcher slurm {' '.join(STUBS)}")
+    monkeypatch.setattr(submit, "render_job", lambda *_: text)
+    monkeypatch.setenv("SLURM_CPU_BIND", "map_cpu:99")  # what a surrounding job would leave behind
+    monkeypatch.setenv("SBATCH_PARTITION", "none")
+    run = make_run(10)
+    job = submit.submit(run.run, "configs/tiny_async.toml")
+    assert json.loads((run.path / "job.json").read_text()) == {"job_id": job.job_id}
+    assert job.state in ("PENDING", "RUNNING") and not job.done()
+    job.wait()
+    assert job.state == "COMPLETED" and run.exit(1)["outcome"] == "finished"
+    jobs = run.path.parent / "jobs"
+    assert (jobs / f"{job.job_id}_submission.sh").read_text() == text
+    assert "is over: finished" in (jobs / f"{job.job_id}.out").read_text()
+
+
+def test_a_job_that_slurm_refuses_says_why(devcluster, make_run):
+    run = make_run(5, "cluster.rollout.gpus_per_node=9")
+    with pytest.raises(EnvironmentFault, match="sbatch refused the job"):
+        submit.submit(run.run, "configs/tiny_async.toml")
