@@ -20,15 +20,17 @@ from typing import Any
 from miles.buffer import write_part
 from miles.config import MilesConfig
 from miles.core import EnvironmentFault, StructureError, Trajectory
-from miles.engine import EngineClient, EngineProcess
+from miles.engine import EngineClient, EngineProcess, lease_port
+from miles.engine.process import PORTS_PER_RANK
 from miles.env import EpisodeLimits, Task, run_episode
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
-from miles.rundir import RunDir
-from miles.session import SessionServer, SessionService, Tokenizer
+from miles.rundir import RunDir, publish_bytes
+from miles.session import ChatTokenizer, SessionLimits, SessionServer, SessionService
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
+SESSION_PORTS = 1000  # session servers take ports from engine.port_base + this
 
 
 class Worker:
@@ -40,7 +42,7 @@ class Worker:
         self._limits = EpisodeLimits.from_config(c)
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
-        self._tokenizer = Tokenizer.load(c.model.path, c.model.boundary)
+        self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
         self._service: SessionService | None = None
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
@@ -91,15 +93,21 @@ class Worker:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
-            service = SessionService(client, self._tokenizer, c.rollout)
-            async with SessionServer(service, self._run.token, first_port=c.engine.port_base + 10_000 + self._rank * 20) as server:
-                self._url_file.write_text(server.url + "\n")
+            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention)
+            server = SessionServer(service, self._run.token)
+            lease = lease_port(c.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
+            try:
+                publish_bytes(self._url_file, (await server.start(lease.port) + "\n").encode())
                 self._service = service
-                while await self._wait_look():
+                while self._process.alive and not self._stopping.is_set():
                     self._report({"kind": "up", "version": weights.version})
+                    await self._wait_look()
                     await weights.follow()
                     self._log_engine(client, number)
+            finally:
                 self._service = None
+                await server.stop()
+                lease.release()
         finally:
             await client.close()
 
@@ -127,19 +135,14 @@ class Worker:
     async def _play(self, group: int, sample: int, task: Task) -> Trajectory:
         if self._service is None:
             raise EnvironmentFault(f"rank {self._rank} has no engine now", "a living engine", "nothing: the sample is assigned again")
-        start = time.monotonic()
-        session = self._service.open(f"g{group:08d}s{sample:03d}.{self._epoch}")
+        service = self._service
+        session = service.open(f"g{group:08d}s{sample:03d}")
         try:
             episode = await run_episode(task, session.chat, self._limits)
-            tokens = session.assemble()
+            return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
+                                      meta={"rank": self._rank, "env_s": episode.env_s})
         finally:
-            await session.close()
-        return Trajectory(
-            group_id=group, sample=sample, task_id=task.name, tokens=tokens.tokens, loss_mask=tokens.loss_mask, logprobs=tokens.logprobs,
-            versions=tokens.versions, routes=tokens.routes, reward=episode.reward, finish_reason=episode.finish, turns=episode.turns,
-            exact=tokens.exact, cached_tokens=tokens.cached_tokens, cacheable_tokens=tokens.cacheable_tokens, prompt_tokens=tokens.prompt_tokens,
-            seconds=time.monotonic() - start, meta={"rank": self._rank, "env_s": episode.env_s, "engine_s": tokens.engine_s},
-        )
+            service.close(session)
 
     # -- log -----------------------------------------------------------------------------------------------------------------
     def _log_trajectory(self, group: int, sample: int, task: Task, t: Trajectory | None, cause: str | None, seconds: float) -> None:
@@ -147,7 +150,7 @@ class Worker:
         self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, reward=t.reward if t else float("nan"),
                       turns=t.turns if t else 0, tokens=len(t.tokens) if t else 0, sampled_tokens=len(sampled) if t else 0,
                       prompt_tokens=t.prompt_tokens if t else 0, cached_tokens=t.cached_tokens if t else 0,
-                      cacheable_tokens=t.cacheable_tokens if t else 0, seconds=seconds, engine_s=t.meta["engine_s"] if t else 0.0,
+                      cacheable_tokens=t.cacheable_tokens if t else 0, reused_tokens=t.meta["reused_tokens"] if t else 0, seconds=seconds, engine_s=t.meta["engine_s"] if t else 0.0,
                       env_s=t.meta["env_s"] if t else 0.0, oldest_version=int(sampled.min()) if t else -1,
                       newest_version=int(sampled.max()) if t else -1, finish=t.finish_reason if t else "", status=cause or "ok")
 

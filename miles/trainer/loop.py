@@ -72,7 +72,8 @@ class Trainer:
             start = time.time()
             batch = self.feed.next(self.step + 1)
             if batch.plan.stop:
-                self.save()
+                if self.step:  # before the first step the model folder is the checkpoint
+                    self.save()
                 return self.close(EXIT_REQUEUE)
             t0 = time.monotonic()
             metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
