@@ -111,6 +111,6 @@ def test_help_is_quick():
 def test_report_prints_figures_and_writes_a_page(run, tmp_path):
     data = json.loads(miles("report", run.path, "--json").stdout)
     assert (data["steps_planned"], data["attempts"]) == (4, 2)
-    assert "reward" in miles("report", run.path).stdout
+    assert "not finished: 0 of 4 steps" in miles("report", run.path).stdout
     assert miles("report", run.path, "--html", tmp_path / "r.html").returncode == 0
     assert "<html" in (tmp_path / "r.html").read_text().lower()
