@@ -1,8 +1,9 @@
-"""Run a function of a test file on several processes that form a world: no MPI, no launcher, one subprocess per rank.
+"""Run functions of a test module on several processes that form a world: no MPI, no launcher, one subprocess per rank.
 
-    results = launch(fn, ranks=2, layout={"ep": 2}, args=(str(tmp_path),))
+    first, second = launch([Job(fn, {"ep": 2}, (folder,)), Job(fn, {"tp": 2}, (folder,))], ranks=2)
 
-`fn(*args)` is a top-level function of an importable test module; it runs with torch.distributed and megatron-core set up, and returns JSON.
+`fn(*args)` is a top-level function of an importable module; it runs with torch.distributed and megatron-core set up for its layout, and
+returns JSON. The ranks run the jobs one after another, because importing megatron-core is the slow part.
 """
 
 from __future__ import annotations
@@ -14,19 +15,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def launch(function, *, ranks: int = 1, layout: dict | None = None, args: tuple = (), timeout_s: float = 120.0) -> list:
-    """Values returned by `function(*args)` on each rank. Raises AssertionError with the output of the ranks that failed."""
+@dataclass(frozen=True)
+class Job:
+    function: Callable
+    layout: dict
+    args: tuple = ()
+
+
+def launch(jobs: list[Job], *, ranks: int, timeout_s: float = 240.0) -> list[list]:
+    """For each job, what its function returned on each rank. Raises AssertionError with the output of the ranks that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        job = {"module": function.__module__, "function": function.__name__, "ranks": ranks, "layout": layout or {}, "args": list(args),
-               "folder": folder, "path": sys.path}
+        work = {"ranks": ranks, "folder": folder, "path": sys.path, "jobs": [
+            {"module": job.function.__module__, "function": job.function.__name__, "layout": job.layout, "args": list(job.args)} for job in jobs]}
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
         processes = [
-            subprocess.Popen([sys.executable, __file__, json.dumps({**job, "rank": rank})], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            subprocess.Popen([sys.executable, __file__, json.dumps({**work, "rank": rank})], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                              cwd=ROOT, env=env, text=True)
             for rank in range(ranks)
         ]
@@ -37,12 +47,12 @@ def launch(function, *, ranks: int = 1, layout: dict | None = None, args: tuple 
                 p.kill()
         bad = [f"--- rank {i}, exit {p.returncode}\n{out[-6000:]}" for i, (p, out) in enumerate(zip(processes, outputs, strict=True)) if p.returncode]
         assert not bad, "\n".join(bad)
-        return [json.loads((Path(folder) / f"result{rank}.json").read_text()) for rank in range(ranks)]
+        by_rank = [json.loads((Path(folder) / f"results{rank}.json").read_text()) for rank in range(ranks)]
+        return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _broadcast_through(folder: Path):
+def _broadcast_through(path: Path):
     def broadcast(data: bytes | None) -> bytes:
-        path = folder / "broadcast"
         if data is not None:
             path.with_suffix(".tmp").write_bytes(data)
             path.with_suffix(".tmp").rename(path)
@@ -53,17 +63,19 @@ def _broadcast_through(folder: Path):
     return broadcast
 
 
-def _main(job: dict) -> None:
-    sys.path[:] = job["path"]
+def _main(work: dict) -> None:
+    sys.path[:] = work["path"]
     from miles.core import Layout
     from miles.trainer.distributed import close_distributed, init_distributed
 
-    folder = Path(job["folder"])
-    init_distributed(job["rank"], Layout(world=job["ranks"], **job["layout"]), _broadcast_through(folder), seed=1, timeout_s=60)
-    function = getattr(importlib.import_module(job["module"]), job["function"])
-    result = function(*job["args"])
-    (folder / f"result{job['rank']}.json").write_text(json.dumps(result))
-    close_distributed()
+    folder, results = Path(work["folder"]), []
+    for i, job in enumerate(work["jobs"]):
+        layout = Layout(world=work["ranks"], **job["layout"])
+        init_distributed(work["rank"], layout, _broadcast_through(folder / f"broadcast{i}"), seed=1, timeout_s=60)
+        function = getattr(importlib.import_module(job["module"]), job["function"])
+        results.append(function(*job["args"]))
+        close_distributed()
+    (folder / f"results{work['rank']}.json").write_text(json.dumps(results))
 
 
 if __name__ == "__main__":

@@ -122,3 +122,10 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     rewritten = {n: t for n, t in export_hf(again.model.chunks, again.model.arch)}
     return {"went_on": went_on, "resumed": resumed, "seconds": seconds, "random": [drawn, redrawn],
             "different": [n for n in weights if not torch.equal(weights[n], rewritten[n])], "tensors": len(weights)}
+
+
+def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None) -> list[dict]:
+    """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
+    step = build(folder, layout, replay=bool(routes))
+    load_checkpoint(checkpoint, step.model, step.optimizer)
+    return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]

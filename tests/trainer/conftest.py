@@ -1,0 +1,22 @@
+import pytest
+import tiny_models
+
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory):
+    """Folder of a tiny random model of each family, by name."""
+    root = tmp_path_factory.mktemp("models")
+    return {family: str(tiny_models.make(family, root / family)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="session")
+def world():
+    """torch.distributed and megatron-core with this process as the only rank."""
+    from miles.core import Layout
+    from miles.trainer.distributed import close_distributed, init_distributed
+
+    init_distributed(0, Layout(world=1), lambda data: data, seed=1)
+    yield
+    close_distributed()

@@ -1,0 +1,92 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.core import StructureError
+from miles.trainer.batching import Sequence, pack, plan_batch, token_weights
+
+
+def sequence(tokens, mask, logprobs=None, routes=None, advantage=1.0, exact=True):
+    mask = np.array(mask, np.uint8)
+    return Sequence(np.array(tokens, np.int32), mask, np.array(logprobs if logprobs is not None else mask * -1.0, np.float32),
+                    np.where(mask, 0, -1).astype(np.int32), routes, advantage, exact)
+
+
+def test_longest_first_into_the_least_loaded_bin():
+    # 2 ranks, 10 tokens a micro-batch, 20 tokens: one micro-batch of 10 on each
+    plan = plan_batch([7, 3, 6, 4], 2, 10)
+    assert plan.bins == (((0, 1),), ((2, 3),))
+
+
+def test_every_rank_gets_equally_many_microbatches_even_without_work():
+    plan = plan_batch([5], 4, 8)
+    assert plan.microbatches == 1
+    assert [plan.of_rank(r) for r in range(4)] == [(0,), (), (), ()]
+
+
+def test_microbatches_are_added_until_all_sequences_fit():
+    # 18 tokens fit 2 bins of 10 by volume, but 6+6 does not fit one bin: 2 micro-batches on each rank
+    plan = plan_batch([6, 6, 6], 2, 10)
+    assert plan.microbatches == 2
+    assert sorted(i for r in range(2) for i in plan.of_rank(r)) == [0, 1, 2]
+
+
+def test_a_sequence_that_fits_nowhere_is_refused_with_its_length():
+    with pytest.raises(StructureError, match="11 tokens does not fit a micro-batch of 10"):
+        plan_batch([3, 11], 2, 10)
+
+
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=60), st.integers(1, 8), st.integers(100, 300))
+def test_every_sequence_is_placed_once_within_the_bound(lengths, ranks, limit):
+    plan = plan_batch(lengths, ranks, limit)
+    assert sorted(i for r in range(ranks) for i in plan.of_rank(r)) == list(range(len(lengths)))
+    assert {len(bins) for bins in plan.bins} == {plan.microbatches}
+    assert max(sum(lengths[i] for i in b) for bins in plan.bins for b in bins) <= limit
+
+
+def test_tenfold_lengths_are_balanced_over_ranks():
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(60, 600, 32).tolist()
+    plan = plan_batch(lengths, 2, 2048)
+    loads = [sum(lengths[i] for i in plan.of_rank(r)) for r in range(2)]
+    assert max(loads) / (sum(loads) / 2) < 1.02
+
+
+def test_row_t_holds_token_t_its_successor_and_its_routes():
+    routes = np.array([[[0, 1]], [[2, 3]], [[4, 5]]], np.uint8)
+    packed = pack([sequence([10, 11, 12, 13], [0, 1, 0, 1], [0, -0.5, 0, -2], routes, advantage=3.0)], [0.25], routes_shape=(1, 2))
+    assert packed.input_ids.tolist() == [10, 11, 12]
+    assert packed.targets.tolist() == [11, 12, 13]
+    assert packed.mask.tolist() == [True, False, True]
+    assert packed.logprobs.tolist() == [-0.5, 0, -2]
+    assert packed.weights.tolist() == [0.25, 0, 0.25]
+    assert packed.advantages.tolist() == [3, 3, 3]
+    assert packed.routes.tolist() == routes.tolist()
+    assert packed.bounds.tolist() == [0, 3]
+
+
+def test_sequences_are_padded_for_context_parallelism_and_padding_has_no_weight():
+    packed = pack([sequence([1, 2, 3, 4], [0, 1, 1, 1]), sequence([5, 6], [0, 1])], [0.1, 0.2], align=4, total_align=16)
+    assert packed.bounds.tolist() == [0, 4, 8, 16]
+    assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]
+    np.testing.assert_allclose(packed.weights, [0.1, 0.1, 0.1, 0, 0.2] + [0] * 11, rtol=1e-6)
+    assert packed.longest == 8
+
+
+def test_a_rank_without_sequences_packs_one_masked_row_with_valid_routes():
+    packed = pack([], [], routes_shape=(3, 2))
+    assert packed.input_ids.tolist() == [0]
+    assert not packed.mask.any()
+    assert packed.routes.tolist() == [[[0, 1]] * 3]
+
+
+def test_missing_routes_are_refused():
+    with pytest.raises(StructureError, match="routes of shape None"):
+        pack([sequence([1, 2], [0, 1])], [1.0], routes_shape=(2, 2))
+
+
+def test_token_reduction_weighs_all_tokens_alike_and_sequence_reduction_all_sequences():
+    # this rank has sequences of 1 and 3 sampled tokens; all ranks together 8 tokens in 4 sequences
+    assert token_weights([1, 3], "token", 8, 4) == [0.125, 0.125]
+    assert token_weights([1, 3], "sequence", 8, 4) == [0.25, 0.25 / 3]

@@ -1,0 +1,70 @@
+"""Parallel layouts and checkpoints on two ranks: the same step, the same weights, whatever the layout."""
+
+import pytest
+import worlds
+from launch import Job, launch
+
+ROUTES = [2, 2, 8]
+MOE_LAYOUTS = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "tp2-etp2": {"tp": 2, "etp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
+
+
+@pytest.fixture(scope="module")
+def results(models, tmp_path_factory):
+    """Everything that needs two ranks, in one pair of processes."""
+    moe, dense, glm = models["qwen3_moe"], models["llama"], models["glm4_moe"]
+    checkpoints = tmp_path_factory.mktemp("checkpoints")
+    jobs = {}
+    for name, layout in MOE_LAYOUTS.items():
+        options = {"replay": True, "recompute": "full" if name == "pp2" else "none"}
+        jobs[f"moe {name}"] = Job(worlds.run_steps, layout, (moe, options, layout, 2, 6, ROUTES))
+        jobs[f"roundtrip moe {name}"] = Job(worlds.roundtrip, layout, (moe, layout, 20_000))
+    for name, layout in DENSE_LAYOUTS.items():
+        jobs[f"dense {name}"] = Job(worlds.run_steps, layout, (dense, {}, layout, 2, 6, None))
+        jobs[f"roundtrip dense {name}"] = Job(worlds.roundtrip, layout, (dense, layout, 20_000))
+    jobs["roundtrip glm ep2"] = Job(worlds.roundtrip, {"ep": 2}, (glm, {"ep": 2}, 20_000))
+    jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
+    jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
+    return dict(zip(jobs, launch(list(jobs.values()), ranks=2), strict=True))
+
+
+@pytest.fixture(scope="module")
+def alone(world, models):
+    return {"moe": worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 6, ROUTES),
+            "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None)}
+
+
+CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_loss_gradient_norm_and_figures_equal_one_rank(results, alone, kind, name):
+    # the second step also sees the parameters that the first one left
+    for rank in results[f"{kind} {name}"]:
+        for got, want in zip(rank, alone[kind], strict=True):
+            for key in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess"):
+                assert got[key] == pytest.approx(want[key], rel=2e-5), key
+            for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
+                assert got[key] == want[key], key
+
+
+@pytest.mark.parametrize(("kind", "name"), [*CASES, ("glm", "ep2")])
+def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
+    leader, other = results[f"roundtrip {kind} {name}"]
+    assert leader == {"names": leader["names"], "repeated": 0, "missing": [], "unknown": [], "different": []}
+    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57}[kind]
+    assert other == {"names": 0}
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(results):
+    for rank in results["resume"]:
+        assert rank["resumed"] == rank["went_on"]
+        assert rank["random"][0] == rank["random"][1]
+    assert results["resume"][0]["tensors"] == 69
+    assert results["resume"][0]["different"] == []
+
+
+def test_a_checkpoint_goes_on_under_another_layout(results):
+    for got, want in zip(results["reshard"][0], results["resume"][0]["went_on"], strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)

@@ -1,0 +1,168 @@
+"""The megatron-core model is the Hugging Face model: log-probabilities of every family, packed or not, at a temperature, under replay."""
+
+import numpy as np
+import pytest
+import torch
+import worlds
+
+from miles.core import StructureError
+from miles.trainer.batching import Sequence
+from miles.trainer.logprob import token_logprobs
+
+ROUTES = (2, 2, 8)  # MoE layers, K, experts of the tiny Qwen3-MoE
+
+
+def hugging_face(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def hf_logprobs(model, sequences, temperature=1.0):
+    """Log-probabilities of the sampled tokens of each sequence, one sequence at a time."""
+    out = []
+    for s in sequences:
+        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        logps = torch.log_softmax(model(tokens[None]).logits[0].float() / temperature, -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        out.append(logps[torch.from_numpy(s.loss_mask[1:]).bool()])
+    return out
+
+
+def largest_difference(ours, theirs):
+    return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe"])
+def test_logprobs_equal_hugging_face_in_packed_batches(world, models, family):
+    batch = worlds.sequences(6, 3)
+    ours = worlds.logprobs_of(worlds.build(models[family], {}), batch)
+    assert largest_difference(ours, hf_logprobs(hugging_face(models[family]), batch)) <= 1e-5
+
+
+def test_temperature_divides_the_logits(world, models):
+    batch = worlds.sequences(3, 4)
+    ours = worlds.logprobs_of(worlds.build(models["llama"], {}, temperature=0.7), batch)
+    assert largest_difference(ours, hf_logprobs(hugging_face(models["llama"]), batch, temperature=0.7)) <= 1e-5
+
+
+def test_packed_sequences_do_not_see_each_other(world, models):
+    batch = worlds.sequences(5, 5)
+    together = worlds.logprobs_of(worlds.build(models["qwen3_moe"], {}, max_tokens_per_microbatch=1000), batch)
+    for one, alone in zip(together, batch, strict=True):
+        separate = worlds.logprobs_of(worlds.build(models["qwen3_moe"], {}), [alone])[0]
+        np.testing.assert_allclose(one, separate, atol=2e-6)
+
+
+class ForcedRouting:
+    """Makes the gates of a Hugging Face Qwen3-MoE take given experts; without `routes`, records the ones they choose."""
+
+    def __init__(self, model, routes=None):
+        self.routes, self.seen = routes, []
+        self.hooks = [layer.mlp.gate.register_forward_hook(self._hook(i)) for i, layer in enumerate(model.model.layers)]
+
+    def _hook(self, layer):
+        def hook(gate, inputs, output):
+            logits, scores, indices = output
+            if self.routes is None:
+                self.seen.append(indices)
+                return None
+            chosen = torch.from_numpy(self.routes[:, layer].astype(np.int64))
+            given = logits.softmax(-1).gather(1, chosen)
+            return logits, given / given.sum(-1, keepdim=True), chosen
+
+        return hook
+
+    def remove(self):
+        for hook in self.hooks:
+            hook.remove()
+
+
+def with_routes(s, routes):
+    return Sequence(s.tokens, s.loss_mask, s.logprobs, s.versions, routes, s.advantage, s.exact)
+
+
+def test_replaying_the_routes_of_hugging_face_gives_its_logprobs(world, models):
+    hf, batch, recorded = hugging_face(models["qwen3_moe"]), worlds.sequences(4, 6), []
+    for s in batch:
+        gates = ForcedRouting(hf)
+        hf_logprobs(hf, [s])
+        recorded.append(with_routes(s, torch.stack(gates.seen, 1)[:-1].numpy().astype(np.uint8)))
+        gates.remove()
+    ours = worlds.logprobs_of(worlds.build(models["qwen3_moe"], {}, replay=True), recorded)
+    assert largest_difference(ours, hf_logprobs(hf, batch)) <= 1e-5
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_replayed_experts_are_the_given_ones_in_forward_and_recomputation(world, models, recompute):
+    # random routes, which no router would choose, forced on both models
+    hf, batch = hugging_face(models["qwen3_moe"]), worlds.sequences(4, 7, routes=ROUTES)
+    theirs = []
+    for s in batch:
+        gates = ForcedRouting(hf, np.concatenate([s.routes, s.routes[-1:]]))
+        theirs += hf_logprobs(hf, [s])
+        gates.remove()
+    step = worlds.build(models["qwen3_moe"], {}, replay=True, recompute=recompute)
+    maps = [[] for _ in range(2)]
+    layers = step.model.chunks[0].module.decoder.layers
+    hooks = [layer.mlp.router.register_forward_hook(lambda m, i, out, seen=seen: seen.append(out[1])) for layer, seen in zip(layers, maps, strict=True)]
+    ours = worlds.logprobs_of(step, batch)
+    assert largest_difference(ours, theirs) <= 1e-5
+    order = step.plan([len(s.tokens) for s in batch]).of_rank(0)
+    want = np.concatenate([batch[i].routes for i in order])
+    for layer, seen in enumerate(maps):
+        given = torch.zeros(len(want), 8, dtype=torch.bool).scatter_(1, torch.from_numpy(want[:, layer].astype(np.int64)), True)
+        # with recomputation every micro-batch passes the router twice: forward, and again just before its own backward
+        passes = 2 if recompute == "full" else 1
+        assert torch.equal(torch.cat(seen[::passes]), given)
+        assert torch.equal(torch.cat(seen[passes - 1 :: passes]), given)
+    for hook in hooks:
+        hook.remove()
+
+
+def test_recomputation_does_not_change_the_step(world, models):
+    batch = worlds.sequences(4, 8, routes=ROUTES)
+    results = [worlds.build(models["qwen3_moe"], {}, replay=True, recompute=r).run(batch, number=0) for r in ("none", "full")]
+    assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
+    assert results[0].loss == results[1].loss
+
+
+def test_gradients_flow_to_the_router_under_replay(world, models):
+    step = worlds.build(models["qwen3_moe"], {}, replay=True)
+    before = step.model.chunks[0].module.decoder.layers[0].mlp.router.weight.detach().clone()
+    step.run(worlds.sequences(4, 9, routes=ROUTES), number=0)
+    assert not torch.equal(before, step.model.chunks[0].module.decoder.layers[0].mlp.router.weight)
+
+
+def test_routes_that_name_an_expert_twice_are_refused(world, models):
+    batch = worlds.sequences(2, 10, routes=ROUTES)
+    batch[0].routes[3, 1] = [5, 5]
+    with pytest.raises(StructureError, match=r"token \d+, layer 1 name an expert twice: \[5, 5\]"):
+        worlds.build(models["qwen3_moe"], {}, replay=True).run(batch, number=0)
+
+
+def test_bf16_with_replay_stays_near_fp32(world, models):
+    batch = worlds.sequences(4, 11, routes=ROUTES)
+    fp32, bf16 = (worlds.logprobs_of(worlds.build(models["qwen3_moe"], {}, replay=True, precision=p), batch) for p in ("fp32", "bf16"))
+    differences = np.concatenate([np.abs(np.subtract(a, b)) for a, b in zip(fp32, bf16, strict=True)])
+    assert 0 < differences.mean() < 0.03
+
+
+def test_chunked_logprobs_and_gradients_equal_log_softmax(world, monkeypatch):
+    import miles.trainer.logprob as module
+
+    monkeypatch.setattr(module, "CHUNK_ELEMENTS", 3 * 11)  # 3 rows at a time
+    from megatron.core import parallel_state
+
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(8, 5, generator=generator, dtype=torch.float32, requires_grad=True)
+    weight = torch.randn(11, 5, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 9, (8,), generator=generator)
+    factor = torch.randn(8, generator=generator)
+    ours = token_logprobs(hidden, weight, targets, temperature=0.8, vocab=9, tp_group=parallel_state.get_tensor_model_parallel_group())
+    got = torch.autograd.grad((ours * factor).sum(), (hidden, weight))
+    plain = torch.log_softmax((hidden @ weight[:9].t()) / 0.8, -1).gather(1, targets[:, None])[:, 0]  # 2 rows only pad the vocabulary
+    want = torch.autograd.grad((plain * factor).sum(), (hidden, weight))
+    torch.testing.assert_close(ours, plain, atol=1e-5, rtol=1e-5)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,118 @@
+"""Tables and slicing between Hugging Face tensors and megatron-core shards. Pure; moving them between ranks is tested in tests/trainer."""
+
+import json
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from miles.core import ConfigError, StructureError
+from miles.weights.mapping.architecture import architecture_of, read_architecture
+from miles.weights.mapping.tables import EMBEDDING, find_rule, hf_names, join, padded_vocab, parameters, rules_for, shard_slices, split
+
+QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+        "intermediate_size": 8, "vocab_size": 10, "rms_norm_eps": 1e-6, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+        "norm_topk_prob": True, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
+LLAMA = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
+         "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000, "tie_word_embeddings": True}
+
+
+def rule(arch, megatron):
+    return next(r for r in rules_for(arch) if r.megatron.endswith(megatron))
+
+
+def test_sizes_are_read_in_old_and_new_config_spelling():
+    qwen, llama = architecture_of(QWEN), architecture_of(LLAMA)
+    assert (qwen.experts, qwen.top_k, qwen.rope_theta, qwen.qk_norm, qwen.moe_layers) == (4, 2, 5e5, True, (0, 1))
+    assert (llama.head_dim, llama.rope_theta, llama.tied, llama.qk_norm, llama.moe_layers) == (64, 1e5, True, False, ())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "gpt2"}, "model_type 'gpt2' has no weight table"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, "rope type 'yarn' is not supported"),
+    ({"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\] is not supported"),
+    ({"attention_bias": True}, "attention_bias = True is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported"),
+])
+def test_what_megatron_would_ignore_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        architecture_of({**QWEN, **change})
+
+
+def test_a_folder_without_config_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"no .*config\.json"):
+        read_architecture(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    assert read_architecture(tmp_path).family == "qwen3_moe"
+
+
+def test_qkv_is_interleaved_by_query_group():
+    # 4 heads in 2 groups of width 2: group 0 has query rows 0-3, key rows 0-1, value rows 0-1; then group 1
+    arch = architecture_of(QWEN)
+    q, k, v = (torch.arange(n).float()[:, None] + base for n, base in ((8, 0), (4, 100), (4, 200)))
+    whole = join(rule(arch, "linear_qkv.weight"), [q, k, v], arch, 16)[:, 0].tolist()
+    assert whole == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
+
+
+def test_each_tensor_parallel_shard_stacks_its_share_of_gate_and_up():
+    arch = architecture_of(LLAMA)
+    gate, up = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    fc1 = rule(arch, "mlp.linear_fc1.weight")
+    shards = []
+    for r in range(2):
+        index = shard_slices(fc1, [(4, 1), (4, 1)], 2, r)
+        shards.append(join(fc1, [gate[index[0]], up[index[1]]], arch, 4))
+    assert [s[:, 0].tolist() for s in shards] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+    assert all(torch.equal(a, b) for a, b in zip(split(fc1, shards, arch), (gate, up), strict=True))
+
+
+def test_vocabulary_is_padded_with_zero_rows_and_cut_again():
+    arch = architecture_of(QWEN)
+    table = torch.arange(1.0, 11.0)[:, None]
+    assert padded_vocab(10, 4) == 12
+    shards = [join(EMBEDDING, [table[shard_slices(EMBEDDING, [(10, 1)], 4, r)[0]]], arch, 3) for r in range(4)]
+    assert [s[:, 0].tolist() for s in shards] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 0, 0]]
+    assert torch.equal(split(EMBEDDING, shards, arch)[0], table)
+
+
+@given(st.sampled_from([1, 2]), st.integers(0, 2**31))
+def test_every_parameter_survives_slicing_and_joining(tp, seed):
+    arch = architecture_of({**QWEN, "vocab_size": 9})
+    generator = torch.Generator().manual_seed(seed)
+    sizes = {"q_proj": (8, 4), "k_proj": (4, 4), "v_proj": (4, 4), "o_proj": (4, 8), "gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6),
+             "gate": (4, 4), "embed_tokens": (9, 4), "lm_head": (9, 4)}
+    for r, layer, expert in parameters(arch):
+        names = hf_names(r, layer, expert)
+        parts = [torch.randn(sizes.get(n.split(".")[-2], (4,)), generator=generator) for n in names]
+        shards = []
+        for rank in range(tp):
+            index = shard_slices(r, [tuple(p.shape) for p in parts], tp, rank)
+            shards.append(join(r, [p[i] for p, i in zip(parts, index, strict=True)], arch, padded_vocab(9, tp) // tp))
+        assert all(torch.equal(a, b) for a, b in zip(split(r, shards, arch), parts, strict=True)), r.megatron
+
+
+def test_transformer_engine_names_find_the_same_rules():
+    arch = architecture_of(QWEN)
+    for fused, plain in (("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight", "decoder.layers.1.input_layernorm.weight"),
+                         ("decoder.layers.1.mlp.experts.linear_fc1.weight3", "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight")):
+        assert find_rule(arch, fused) == find_rule(arch, plain)
+
+
+def test_an_unknown_parameter_is_refused_by_name():
+    with pytest.raises(StructureError, match="decoder.layers.0.mlp.surprise.weight has no Hugging Face counterpart"):
+        find_rule(architecture_of(QWEN), "decoder.layers.0.mlp.surprise.weight")
+
+
+def test_an_axis_that_tensor_parallelism_does_not_divide_is_refused():
+    arch = architecture_of(QWEN)
+    with pytest.raises(StructureError, match="not divisible by 4"):
+        shard_slices(rule(arch, "local_experts.{expert}.linear_fc2.weight"), [(4, 6)], 4, 0)
+
+
+def test_parameters_cover_the_model_once_in_layer_order():
+    arch = architecture_of(QWEN)
+    names = [n for r, layer, expert in parameters(arch) for n in hf_names(r, layer, expert)]
+    assert len(names) == len(set(names)) == 3 + 2 * (6 + 2 + 1 + 3 * 4)
+    assert names[0] == "model.embed_tokens.weight"
+    assert names[-1] == "lm_head.weight"
