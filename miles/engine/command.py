@@ -65,6 +65,11 @@ def server_argv(
         args += ["--max-total-tokens", str(e.max_total_tokens)]
     if e.max_running:
         args += ["--max-running-requests", str(e.max_running)]
+    if config.weights.pause == "in_place" or platform == "cpu":
+        # With overlapped scheduling a sampled token is still on its way when an in-place pause begins, and the engine records it under the
+        # weights that come after the pause (seen with 0.5.23, tests/engine/test_engine_real.py). A retraction waits for it.
+        # On a CPU nothing overlaps and the second thread only costs.
+        args += ["--disable-overlap-schedule"]
     args += _cpu_args(config) if platform == "cpu" else _cuda_args(config)
     return [*args, *e.extra_args]
 
@@ -96,10 +101,6 @@ def _cuda_args(config: MilesConfig) -> list[str]:
     if s := e.speculative:
         args += ["--speculative-algorithm", s.algorithm, "--speculative-num-steps", str(s.num_steps), "--speculative-eagle-topk", str(s.topk),
                  "--speculative-num-draft-tokens", str(s.num_draft_tokens)]
-    if config.weights.pause == "in_place":
-        # With overlapped scheduling a sampled token is still on its way when an in-place pause begins, and the engine would record it
-        # under the weights that come after the pause. A retraction waits for it.
-        args += ["--disable-overlap-schedule"]
     return args
 
 

@@ -35,10 +35,10 @@ def make_model(folder: Path, family: str = "qwen3_moe", seed: int = 0) -> Path:
     import transformers as hf
 
     tokenizer = make_tokenizer(folder)
-    common = dict(
-        vocab_size=392, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16, intermediate_size=128,
-        max_position_embeddings=4096, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None,
-    )
+    common = {
+        "vocab_size": 392, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128,
+        "max_position_embeddings": 4096, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None,
+    }
     torch.manual_seed(seed)
     if family == "qwen3_moe":
         model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(
