@@ -15,8 +15,22 @@ from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_sha
 from miles.core import ConfigError
 
 GB = 1e9
-TRAINER_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 3.0, "mxfp8": 3.0 + 1 / 32, "nvfp4": 2.5 + 1 / 16, "int4": 2.5}  # low precision: beside a bf16 copy
-ENGINE_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0 + 4 / 128**2, "mxfp8": 1.0 + 1 / 32, "nvfp4": 0.5 + 1 / 16, "int4": 0.5 + 2 / 32}  # with scales
+TRAINER_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp8": 3.0,
+    "mxfp8": 3.0 + 1 / 32,
+    "nvfp4": 2.5 + 1 / 16,
+    "int4": 2.5,
+}  # low precision: beside a bf16 copy
+ENGINE_BYTES = {
+    "fp32": 4.0,
+    "bf16": 2.0,
+    "fp8": 1.0 + 4 / 128**2,
+    "mxfp8": 1.0 + 1 / 32,
+    "nvfp4": 0.5 + 1 / 16,
+    "int4": 0.5 + 2 / 32,
+}  # with scales
 GRADIENT_BYTES = 4  # accumulated and reduced in fp32
 STATE_BYTES = 12  # fp32 parameter and two Adam moments
 STREAM_BUFFERS_GB = 3.0  # optimizer buckets being read, computed and written
@@ -48,7 +62,8 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class EnginePlan:
-    """One engine GPU. `kv_tokens` is what fits, `kv_worst_tokens` what the sessions of one attention rank need when all reach their limit."""
+    """One engine GPU. `kv_tokens` is what fits, `kv_worst_tokens` what the sessions of one attention rank need when all reach their
+    limit."""
 
     items: tuple[Item, ...]
     kv_bytes_per_token: float
@@ -83,16 +98,27 @@ class Plan:
     def table(self) -> str:
         """The plan as plain text."""
         names = [i.name for i in self.stages[0].items]
-        lines = [f"Memory plan per GPU of {self.gpu_memory_gb:g} GB; model of {self.model_parameters / 1e9:.4g} B parameters",
-                 "trainer stage   layers   params/rank" + "".join(f"{n:>14}" for n in names) + f"{'total GB':>12}"]
+        lines = [
+            f"Memory plan per GPU of {self.gpu_memory_gb:g} GB; model of {self.model_parameters / 1e9:.4g} B parameters",
+            "trainer stage   layers   params/rank" + "".join(f"{n:>14}" for n in names) + f"{'total GB':>12}",
+        ]
         for s in self.stages:
-            lines.append(f"{s.stage + 1:>13}{f'{s.first_layer}-{s.last_layer}':>9}{s.parameters / 1e9:>11.2f} B"
-                         + "".join(f"{i.gb:>14.1f}" for i in s.items) + f"{s.total_gb:>12.1f}")
-        lines.append(f"optimizer state if resident: {self.resident_state_gb:.0f} GB a rank on average"
-                     + (f"; streamed: {self.disk_per_node_gb:.0f} GB of disk a node" if self.disk_per_node_gb else ""))
-        lines.append("engine GPU: " + ", ".join(f"{i.name} {i.gb:.1f}" for i in self.engine.items) + f", total {self.engine.total_gb:.1f} GB")
-        lines.append(f"  KV cache: {self.engine.kv_bytes_per_token / 1e3:.1f} kB a token, room for {self.engine.kv_tokens:,} tokens; "
-                     f"all sessions at their limit need {self.engine.kv_worst_tokens:,}")
+            lines.append(
+                f"{s.stage + 1:>13}{f'{s.first_layer}-{s.last_layer}':>9}{s.parameters / 1e9:>11.2f} B"
+                + "".join(f"{i.gb:>14.1f}" for i in s.items)
+                + f"{s.total_gb:>12.1f}"
+            )
+        lines.append(
+            f"optimizer state if resident: {self.resident_state_gb:.0f} GB a rank on average"
+            + (f"; streamed: {self.disk_per_node_gb:.0f} GB of disk a node" if self.disk_per_node_gb else "")
+        )
+        lines.append(
+            "engine GPU: " + ", ".join(f"{i.name} {i.gb:.1f}" for i in self.engine.items) + f", total {self.engine.total_gb:.1f} GB"
+        )
+        lines.append(
+            f"  KV cache: {self.engine.kv_bytes_per_token / 1e3:.1f} kB a token, room for {self.engine.kv_tokens:,} tokens; "
+            f"all sessions at their limit need {self.engine.kv_worst_tokens:,}"
+        )
         lines += [f"note: {n}" for n in self.notes] + [f"PROBLEM: {p}" for p in self.problems]
         return "\n".join(lines)
 
@@ -102,12 +128,15 @@ def memory_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any]
     (`draft_plan` returns such a plan with its problems instead)."""
     plan = draft_plan(config, site, hf_config)
     if plan.problems:
-        raise ConfigError("\n".join(plan.problems), "a plan that fits every GPU", "change the keys named above; `miles-submit check` prints the plan")
+        raise ConfigError(
+            "\n".join(plan.problems), "a plan that fits every GPU", "change the keys named above; `miles-submit check` prints the plan"
+        )
     return plan
 
 
 def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] | None = None) -> Plan:
-    """Like `memory_plan`, but what does not fit is listed in `Plan.problems`. Raises ConfigError only for a layout that cannot split the model."""
+    """Like `memory_plan`, but what does not fit is listed in `Plan.problems`. Raises ConfigError only for a layout that cannot split the
+    model."""
     shape = model_shape(hf_config if hf_config is not None else find_hf_config(config))
     stages = stage_layers(config, len(shape.layers))
     wrong = layout_problems(config, shape, stages)
@@ -122,17 +151,23 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     if config.cluster.trainer.gpus_per_node:
         problems += _trainer_fit(config, site, plans)
     if streamed and site.node_disk_gb is not None and disk > site.node_disk_gb:
-        problems.append(f"streamed optimizer state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
-                        "use more trainer ranks, or a larger disk (trainer.optimizer.state_dir)")
+        problems.append(
+            f"streamed optimizer state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
+            "use more trainer ranks, or a larger disk (trainer.optimizer.state_dir)"
+        )
     elif streamed and site.node_disk_gb is None:
         notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
     engine, engine_problems = _engine(config, site, shape)
     if config.cluster.rollout.gpus_per_node:
         problems += engine_problems
         if not engine_problems and engine.kv_worst_tokens > engine.kv_tokens:
-            notes.append("the engine's KV cache cannot hold all its sessions at their limit at once: SGLang then queues or retracts requests")
+            notes.append(
+                "the engine's KV cache cannot hold all its sessions at their limit at once: SGLang then queues or retracts requests"
+            )
     if shape.sparse and config.trainer.layout.cp > 1:
-        notes.append("sparse attention under context parallelism needs contiguous sequence slices (all-gathered keys), not the zigzag split")
+        notes.append(
+            "sparse attention under context parallelism needs contiguous sequence slices (all-gathered keys), not the zigzag split"
+        )
     if shape.draft:
         notes.append(f"the {len(shape.draft)} draft (multi-token prediction) layer is served by a speculating engine and not trained")
     return Plan(shape.total, site.gpu_memory_gb, resident, plans, engine, disk, tuple(problems), tuple(notes))
@@ -146,9 +181,12 @@ def stage_layers(config: MilesConfig, layers: int) -> tuple[range, ...]:
     middle = lay.pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if rest < 0 or (middle and (rest % middle or not rest)) or (not middle and rest):
-        raise ConfigError(f"trainer.layout: {layers} layers do not split over pp = {lay.pp} with first_stage_layers = {first}, last_stage_layers = {last}"
-                          f" ({rest} layers left for {middle} stages)", "the same whole number of layers on every other stage",
-                          "set trainer.layout.first_stage_layers / last_stage_layers")
+        raise ConfigError(
+            f"trainer.layout: {layers} layers do not split over pp = {lay.pp} with first_stage_layers = {first}, last_stage_layers = {last}"
+            f" ({rest} layers left for {middle} stages)",
+            "the same whole number of layers on every other stage",
+            "set trainer.layout.first_stage_layers / last_stage_layers",
+        )
     counts = ([first] if first is not None else []) + [rest // middle] * middle + ([last] if last is not None else [])
     starts = [sum(counts[:i]) for i in range(lay.pp)]
     return tuple(range(s, s + c) for s, c in zip(starts, counts, strict=True))
@@ -171,15 +209,23 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
         divides(shape.expert_ffn, "columns of an expert", "trainer.layout.etp", lay.etp)
         divides(shape.experts, "experts", "engine.ep", engine.ep)
     else:
-        out += [f"{key} = {n}, but the model has no experts" for key, n in (("trainer.layout.ep", lay.ep), ("trainer.layout.etp", lay.etp), ("engine.ep", engine.ep)) if n > 1]
+        out += [
+            f"{key} = {n}, but the model has no experts"
+            for key, n in (("trainer.layout.ep", lay.ep), ("trainer.layout.etp", lay.etp), ("engine.ep", engine.ep))
+            if n > 1
+        ]
     computing = [i for i, layer in enumerate(shape.layers) if layer.indexes]
     for number, layers in enumerate(stages, 1):
         if not shape.layers[layers.start].indexes:
             before = max(i for i in computing if i < layers.start)
             after = min((i for i in computing if i > layers.start), default=None)
             near = f"{before + 1}" + (f" or {after + 1}" if after is not None else "")
-            out.append(f"trainer.layout: pipeline stage {number} starts on layer {layers.start + 1}, which reuses the sparse index of layer {before + 1} "
-                       f"on another stage; expected a start on a layer that computes its own (nearest: {near}); set first_stage_layers / last_stage_layers")
+            out.append(
+                f"trainer.layout: pipeline stage {number} starts on layer {layers.start + 1}, which reuses the sparse index of layer "
+                f"{before + 1} "
+                f"on another stage; expected a start on a layer that computes its own (nearest: {near}); set first_stage_layers / "
+                f"last_stage_layers"
+            )
     if shape.max_context and config.model.max_context > shape.max_context:
         out.append(f"model.max_context = {config.model.max_context} is beyond the {shape.max_context} positions the model was made for")
     return out
@@ -199,7 +245,8 @@ def _rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers:
 
 
 def _state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
-    """Optimizer state of one rank: dense parts are divided over the data- and context-parallel ranks, experts over the expert-data-parallel ones."""
+    """Optimizer state of one rank: dense parts are divided over the data- and context-parallel ranks, experts over the
+    expert-data-parallel ones."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     dense, experts = _rank_parameters(config, shape, stage, layers)
     bytes_each = STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)  # fp32 training has no second fp32 copy
@@ -210,15 +257,24 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range) ->
     dense, experts = _rank_parameters(config, shape, stage, layers)
     count = dense + experts
     streamed = config.trainer.optimizer.state == "stream"
-    state = Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk") if streamed else \
-        Item("optimizer", _state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
-    return StagePlan(stage, layers.start + 1, layers.stop, count, (
-        Item("weights", count * TRAINER_BYTES[config.model.trainer_precision] / GB),
-        Item("gradients", count * GRADIENT_BYTES / GB, "accumulated in fp32"),
-        state,
-        Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
-        Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
-    ))
+    state = (
+        Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk")
+        if streamed
+        else Item("optimizer", _state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
+    )
+    return StagePlan(
+        stage,
+        layers.start + 1,
+        layers.stop,
+        count,
+        (
+            Item("weights", count * TRAINER_BYTES[config.model.trainer_precision] / GB),
+            Item("gradients", count * GRADIENT_BYTES / GB, "accumulated in fp32"),
+            state,
+            Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
+            Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
+        ),
+    )
 
 
 def activations_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
@@ -252,8 +308,11 @@ def _trainer_fit(config: MilesConfig, site: SiteConfig, stages: tuple[StagePlan,
     if config.trainer.optimizer.state == "resident" and worst.total_gb - state.gb + STREAM_BUFFERS_GB <= site.gpu_memory_gb:
         do = f"the resident optimizer state ({state.gb:.0f} GB) is what does not fit: set trainer.optimizer.state = 'stream'"
     else:
-        do = "use more trainer ranks (cluster.trainer.nodes, trainer.layout), fewer trainer.max_tokens_per_microbatch, or GPUs with more memory"
-    return [f"trainer stage {worst.stage + 1} needs {worst.total_gb:.0f} GB a GPU ({parts}), the site's GPUs have {site.gpu_memory_gb:g} GB; {do}"]
+        do = "use more trainer ranks (cluster.trainer.nodes, trainer.layout), fewer trainer.max_tokens_per_microbatch, or larger GPUs"
+    return [
+        f"trainer stage {worst.stage + 1} needs {worst.total_gb:.0f} GB a GPU ({parts}), the site's GPUs have {site.gpu_memory_gb:g} GB; "
+        f"{do}"
+    ]
 
 
 # -- engine ------------------------------------------------------------------------------------------------------------------
@@ -265,7 +324,11 @@ def kv_bytes_per_token(config: MilesConfig, shape: ModelShape) -> float:
     width = 1 if config.engine.kv_cache.startswith("fp8") else native
     index = shape.index_dim + shape.index_dim // 128 * 4
     if shape.kv_latent:
-        row = shape.kv_latent + shape.kv_latent // 128 * 4 + 2 * shape.kv_rope if shape.sparse and width == 1 else (shape.kv_latent + shape.kv_rope) * width
+        row = (
+            shape.kv_latent + shape.kv_latent // 128 * 4 + 2 * shape.kv_rope
+            if shape.sparse and width == 1
+            else (shape.kv_latent + shape.kv_rope) * width
+        )
         return layers * (row + index)
     attention_tp = config.engine.tp // config.engine.dp_attention
     return layers * 2 * math.ceil(shape.kv_heads / attention_tp) * shape.head_dim * width
@@ -277,20 +340,35 @@ def _engine(config: MilesConfig, site: SiteConfig, shape: ModelShape) -> tuple[E
     layers = shape.layers + (shape.draft if e.speculative else ())
     width = ENGINE_BYTES[config.model.rollout_precision]
     plain = 4 if config.model.rollout_precision == "fp32" else 2  # embeddings, head, router and norms are not quantized
-    weights = (width * sum(x.experts * x.expert / e.tp + (x.attention + x.mlp) / attention_tp for x in layers)
-               + plain * (sum(x.replicated for x in layers) + (shape.embedding + (shape.head or shape.embedding)) / attention_tp)) / GB
+    weights = (
+        width * sum(x.experts * x.expert / e.tp + (x.attention + x.mlp) / attention_tp for x in layers)
+        + plain * (sum(x.replicated for x in layers) + (shape.embedding + (shape.head or shape.embedding)) / attention_tp)
+    ) / GB
     room = site.gpu_memory_gb * e.memory_fraction - weights
     per_token = kv_bytes_per_token(config, shape)
     fits = max(0, int(room * GB / per_token))
     tokens = min(fits, e.max_total_tokens or fits)
     ranks = config.cluster.rollout.ranks * e.dp_attention
     worst = math.ceil(config.rollout.in_flight / ranks) * config.rollout.max_session_tokens
-    plan = EnginePlan((Item("weights", weights), Item("KV cache", tokens * per_token / GB),
-                       Item("work space", site.gpu_memory_gb * (1 - e.memory_fraction), "1 - engine.memory_fraction")), per_token, tokens, worst)
+    plan = EnginePlan(
+        (
+            Item("weights", weights),
+            Item("KV cache", tokens * per_token / GB),
+            Item("work space", site.gpu_memory_gb * (1 - e.memory_fraction), "1 - engine.memory_fraction"),
+        ),
+        per_token,
+        tokens,
+        worst,
+    )
     if room <= 0:
-        return plan, [f"engine: weights of {weights:.0f} GB a GPU exceed engine.memory_fraction x {site.gpu_memory_gb:g} GB = "
-                      f"{site.gpu_memory_gb * e.memory_fraction:.0f} GB; raise engine.tp (more GPUs an engine), lower model.rollout_precision, or use larger GPUs"]
+        return plan, [
+            f"engine: weights of {weights:.0f} GB a GPU exceed engine.memory_fraction x {site.gpu_memory_gb:g} GB = "
+            f"{site.gpu_memory_gb * e.memory_fraction:.0f} GB; raise engine.tp (more GPUs an engine), lower model.rollout_precision, or "
+            f"use larger GPUs"
+        ]
     if tokens < config.rollout.max_session_tokens:
-        return plan, [f"engine: room for {tokens:,} tokens of KV cache, one session may have rollout.max_session_tokens = "
-                      f"{config.rollout.max_session_tokens:,}; raise engine.tp, engine.memory_fraction or engine.max_total_tokens"]
+        return plan, [
+            f"engine: room for {tokens:,} tokens of KV cache, one session may have rollout.max_session_tokens = "
+            f"{config.rollout.max_session_tokens:,}; raise engine.tp, engine.memory_fraction or engine.max_total_tokens"
+        ]
     return plan, []

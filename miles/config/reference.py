@@ -17,8 +17,8 @@ _HEAD = """# Configuration reference
 Written by `tools/gen_config_docs` from `miles/config/schema.py`: change the descriptions there.
 
 A run config is a TOML file; a section below is a TOML table, e.g. `[trainer.layout]`. Unknown keys are refused with the nearest valid name.
-Any option can be given on the command line: `--set rollout.in_flight=64`. Rules that span sections are in `miles/config/rules.py`; what must
-fit the GPUs is in `miles/config/memory.py`; `miles-submit check CONFIG` applies both.
+Any option can be given on the command line: `--set rollout.in_flight=64`. Rules that span sections are in `miles/config/rules.py`; what
+must fit the GPUs is in `miles/config/memory.py`; `miles-submit check CONFIG` applies both.
 """
 
 
@@ -26,7 +26,9 @@ def reference() -> str:
     out = [_HEAD]
     for schema, title in ((MilesConfig, ""), (SiteConfig, "Site profile")):
         if title:
-            out.append(f"\n# {title}\n\n{schema.__doc__.strip()}\nA run names it with `cluster.site`. Its keys stand at the top of the file.\n")
+            out.append(
+                f"\n# {title}\n\n{schema.__doc__.strip()}\nA run names it with `cluster.site`. Its keys stand at the top of the file.\n"
+            )
             out.append(_table(schema))
         for name, info in schema.model_fields.items():
             if section := _section(info.annotation):
@@ -43,8 +45,12 @@ def _sections(schema: type[BaseModel], path: str) -> list[str]:
 
 
 def _table(schema: type[BaseModel]) -> str:
-    rows = [(name, _type(info), _default(info), info.description) for name, info in schema.model_fields.items() if not _section(info.annotation)]
-    return "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *(f"| `{n}` | {t} | {d} | {m} |" for n, t, d, m in rows), ""])
+    rows = [
+        (name, _type(info), _default(info), info.description) for name, info in schema.model_fields.items() if not _section(info.annotation)
+    ]
+    return "\n".join(
+        ["| key | type | default | meaning |", "|---|---|---|---|", *(f"| `{n}` | {t} | {d} | {m} |" for n, t, d, m in rows), ""]
+    )
 
 
 def _section(annotation: Any) -> type[BaseModel] | None:

@@ -1,8 +1,8 @@
 """Parameter counts of a model from its Hugging Face `config.json`, split the way parallel layouts split them. Pure arithmetic.
 
-Counts follow the modules of transformers' `llama`, `qwen3`, `qwen3_moe`, `glm4_moe`, `deepseek_v3` and `glm_moe_dsa`. What tensor parallelism
-splits and what it repeats follows megatron-core: norms, routers, the down projections of multi-head latent attention (MLA) and the
-sparse-attention indexer are held whole by every tensor-parallel rank.
+Counts follow the modules of transformers' `llama`, `qwen3`, `qwen3_moe`, `glm4_moe`, `deepseek_v3` and `glm_moe_dsa`. What tensor
+parallelism splits and what it repeats follows megatron-core: norms, routers, the down projections of multi-head latent attention (MLA) and
+the sparse-attention indexer are held whole by every tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -73,8 +73,11 @@ def find_hf_config(config: MilesConfig) -> dict[str, Any]:
         if path.is_file():
             return json.loads(path.read_text())
     known = ", ".join(sorted(p.parent.name for p in KNOWN_MODELS.glob("*/config.json")))
-    raise ConfigError(f"model.path = {config.model.path} has no config.json and no stored model has that name", f"a Hugging Face folder, or one of: {known}",
-                      "correct model.path" + (f", or run `miles-submit prepare` (recipe {config.model.recipe})" if config.model.recipe != "none" else ""))
+    raise ConfigError(
+        f"model.path = {config.model.path} has no config.json and no stored model has that name",
+        f"a Hugging Face folder, or one of: {known}",
+        "correct model.path" + (f", or run `miles-submit prepare` (recipe {config.model.recipe})" if config.model.recipe != "none" else ""),
+    )
 
 
 def index_layers(hf: dict[str, Any]) -> tuple[bool, ...]:
@@ -92,12 +95,17 @@ def model_shape(hf: dict[str, Any]) -> ModelShape:
     """Count a model. Raises ConfigError for a family that is not in `FAMILIES` or a file that lacks a size."""
     family = hf.get("model_type", "")
     if family not in FAMILIES:
-        raise ConfigError(f"config.json: model_type {family!r} is not known to the memory plan", f"one of {', '.join(FAMILIES)}",
-                          "use a model of these families, or add its count to miles/config/shape.py")
+        raise ConfigError(
+            f"config.json: model_type {family!r} is not known to the memory plan",
+            f"one of {', '.join(FAMILIES)}",
+            "use a model of these families, or add its count to miles/config/shape.py",
+        )
     try:
         return _count(family, hf)
     except KeyError as e:
-        raise ConfigError(f"config.json of a {family} model lacks {e.args[0]!r}", "the file as published with the weights", "restore the file") from e
+        raise ConfigError(
+            f"config.json of a {family} model lacks {e.args[0]!r}", "the file as published with the weights", "restore the file"
+        ) from e
 
 
 def _count(family: str, hf: dict[str, Any]) -> ModelShape:
@@ -105,7 +113,7 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
     latent = bool(hf.get("kv_lora_rank"))
     kv_heads = heads if latent else hf.get("num_key_value_heads") or heads
     head_dim = hf["v_head_dim"] if latent else hf.get("head_dim") or h // heads
-    experts = hf.get("n_routed_experts") or hf.get("num_experts") or 0
+    experts = hf.get("n_routed_experts") or hf.get("num_experts") or hf.get("num_local_experts") or 0
     expert_ffn = hf["moe_intermediate_size"] if experts else 0
     ffn = hf["intermediate_size"]
     expert = 3 * h * expert_ffn
@@ -129,17 +137,37 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
     def layer(is_moe: bool, has_index: bool, extra: int = 0) -> LayerShape:
         router = experts * h + (experts if family not in ("qwen3_moe",) else 0) if is_moe else 0  # weight, and the score-correction bias
         mlp = 3 * h * expert_ffn * (hf.get("n_shared_experts") or 0) if is_moe else 3 * h * ffn
-        return LayerShape(split, mlp, repeated + 2 * h + router + (indexer if has_index else 0) + extra, experts if is_moe else 0, expert if is_moe else 0, has_index)
+        return LayerShape(
+            split,
+            mlp,
+            repeated + 2 * h + router + (indexer if has_index else 0) + extra,
+            experts if is_moe else 0,
+            expert if is_moe else 0,
+            has_index,
+        )
 
     moe = _moe_layers(hf, experts, n)
     draft_layer = layer(bool(experts), sparse, 2 * h * h + 3 * h)  # plus the projection that joins embedding and hidden state
     return ModelShape(
-        family=family, hidden=h, vocab=hf["vocab_size"], heads=heads, kv_heads=kv_heads, ffn=ffn, expert_ffn=expert_ffn, experts=experts,
-        top_k=hf.get("num_experts_per_tok", 0), max_context=hf.get("max_position_embeddings", 0),
+        family=family,
+        hidden=h,
+        vocab=hf["vocab_size"],
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        expert_ffn=expert_ffn,
+        experts=experts,
+        top_k=hf.get("num_experts_per_tok", 0),
+        max_context=hf.get("max_position_embeddings", 0),
         layers=tuple(layer(m, i) for m, i in zip(moe, indexes, strict=True)),
         draft=(draft_layer,) * (hf.get("num_nextn_predict_layers") or 0),
-        embedding=hf["vocab_size"] * h, head=0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * h, sparse=sparse, attention_width=width,
-        kv_latent=hf["kv_lora_rank"] if latent else 0, kv_rope=hf["qk_rope_head_dim"] if latent else 0, head_dim=head_dim,
+        embedding=hf["vocab_size"] * h,
+        head=0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * h,
+        sparse=sparse,
+        attention_width=width,
+        kv_latent=hf["kv_lora_rank"] if latent else 0,
+        kv_rope=hf["qk_rope_head_dim"] if latent else 0,
+        head_dim=head_dim,
         index_dim=hf["index_head_dim"] if sparse else 0,
     )
 

@@ -1,6 +1,7 @@
 """Reading logs: tables, figures, alarms, timeline, one page of text or HTML.
 
     read.py      RUN -> RunData: log tables of all attempts, journal lineage, what could not be read
+    rows.py      which rows count; small arithmetic
     summary.py   RunData -> dict: every figure, pure
     alarms.py    dict -> what must not be overlooked, next commands
     text.py, charts.py, html.py   dict -> a page
@@ -19,7 +20,8 @@ __all__ = ["RunData", "read_run", "render_html", "render_text", "report", "summa
 
 
 def report(path: str | Path) -> dict[str, Any]:
-    """Every figure of a run, ready for JSON; `render_text` and `render_html` turn it into a page. Raises ConfigError for a path that is no run."""
+    """Every figure of a run, ready for JSON; `render_text` and `render_html` turn it into a page. Raises ConfigError for a path that is
+    no run."""
     return summarize(read_run(path))
 
 

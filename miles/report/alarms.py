@@ -33,9 +33,16 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
     limit = LOGPROB_LIMIT.get(precision, LOGPROB_LIMIT_LOW)
     diff = s["logprob_abs_diff"]["mean"]
     if diff is not None and diff > limit:
-        alarm("error", f"mean |log-probability difference| {diff:.2g} over {s['logprob_abs_diff']['tokens']} exact tokens, expected below {limit:g} for {precision}")
+        alarm(
+            "error",
+            f"mean |log-probability difference| {diff:.2g} over {s['logprob_abs_diff']['tokens']} exact tokens, expected below {limit:g} "
+            f"for {precision}",
+        )
     elif diff is None and s["steps"]:
-        alarm("note", "no trained trajectory came whole from the version being trained: trainer and engine could not be compared on exact tokens")
+        alarm(
+            "note",
+            "no trained trajectory came whole from the version being trained: trainer and engine could not be compared on exact tokens",
+        )
     broken = [name for name in ("loss", "grad_norm") if any(v is None or not math.isfinite(v) for v in s["series"]["steps"].get(name, ()))]
     if broken:
         alarm("error", f"{' and '.join(broken)} not finite in some steps")
@@ -44,15 +51,27 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
     if s["steps_without_log"]:
         alarm("note", f"steps {s['steps_without_log'][:10]} were trained, but their process was killed before it logged them")
     if s["prefix_cache_hit_rate"] is not None and s["prefix_cache_hit_rate"] < HIT_RATE_LIMIT:
-        alarm("warning", f"prefix-cache hit rate {s['prefix_cache_hit_rate']:.1%}, expected at least {HIT_RATE_LIMIT:.0%}: KV cache too small, or sessions moved")
+        alarm(
+            "warning",
+            f"prefix-cache hit rate {s['prefix_cache_hit_rate']:.1%}, expected at least {HIT_RATE_LIMIT:.0%}: KV cache too small, or "
+            f"sessions moved",
+        )
     dropped, trained = sum(s["dropped"].values()), s["groups_trained"]
     if dropped and dropped / (dropped + trained) > DROPPED_LIMIT:
-        alarm("warning", f"{dropped} of {dropped + trained} finished groups were dropped ({', '.join(f'{k}: {v}' for k, v in s['dropped'].items())})")
-    for share, text in ((s["waits"]["trainer_wait_share"], "the trainer waits for trajectories"), (s["waits"]["rollout_blocked_share"], "rollout is held back by a full buffer")):
+        alarm(
+            "warning",
+            f"{dropped} of {dropped + trained} finished groups were dropped ({', '.join(f'{k}: {v}' for k, v in s['dropped'].items())})",
+        )
+    for share, text in (
+        (s["waits"]["trainer_wait_share"], "the trainer waits for trajectories"),
+        (s["waits"]["rollout_blocked_share"], "rollout is held back by a full buffer"),
+    ):
         if share is not None and share > WAIT_LIMIT:
             alarm("warning", f"{text} {share:.0%} of the time")
     if s["weights"]["failed"]:
-        alarm("warning", f"{s['weights']['failed']} weight updates were not acknowledged with the right digest; those engines were restarted")
+        alarm(
+            "warning", f"{s['weights']['failed']} weight updates were not acknowledged with the right digest; those engines were restarted"
+        )
     if s["engines"]["balance_tokens"] is not None and s["engines"]["balance_tokens"] > BALANCE_LIMIT:
         alarm("warning", f"the most loaded engine sampled {s['engines']['balance_tokens']:.2f} times the mean")
     gain = s["reward"].get("gain")
@@ -60,8 +79,12 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
         alarm("warning", f"reward of the last third is {-gain:.3f} below the first")
     engine_restarts = sum(e["restarts"] for e in s["engines"]["list"])
     if s["attempts"] > 1 or any(s["restarts"].values()) or engine_restarts:
-        alarm("note", f"{s['attempts']} attempts; restarts: trainer {s['restarts'].get('trainer', 0)}, rollout {s['restarts'].get('rollout', 0)}, engines "
-                      f"{engine_restarts}; {s['steps_undone']} steps were trained again from an older checkpoint")
+        alarm(
+            "note",
+            f"{s['attempts']} attempts; restarts: trainer {s['restarts'].get('trainer', 0)}, rollout {s['restarts'].get('rollout', 0)}, "
+            f"engines "
+            f"{engine_restarts}; {s['steps_undone']} steps were trained again from an older checkpoint",
+        )
     return out
 
 

@@ -34,13 +34,15 @@ def charts(s: dict[str, Any]) -> dict[str, str]:
 
 
 def _draw(draw: Callable, height: float = _SIZE[1]) -> str:
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "miles", "font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False}):
+    with matplotlib.rc_context(
+        {"svg.fonttype": "none", "svg.hashsalt": "miles", "font.size": 8.5, "axes.spines.top": False, "axes.spines.right": False}
+    ):
         figure = Figure(figsize=(_SIZE[0], height), layout="constrained")
         draw(figure.subplots())
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     text = buffer.getvalue()
-    return text[text.index("<svg"):]
+    return text[text.index("<svg") :]
 
 
 def _floats(values: list) -> list[float]:
@@ -50,9 +52,23 @@ def _floats(values: list) -> list[float]:
 def _reward(ax, s: dict[str, Any]) -> None:
     steps, r = s["series"]["steps"], s["reward"]
     x, mean, std = steps["step"], _floats(steps["reward_mean"]), _floats(steps["reward_std"])
-    ax.fill_between(x, [m - d for m, d in zip(mean, std, strict=True)], [m + d for m, d in zip(mean, std, strict=True)], alpha=0.15, lw=0, color="#2a6f97", label="± std of trajectories")
+    ax.fill_between(
+        x,
+        [m - d for m, d in zip(mean, std, strict=True)],
+        [m + d for m, d in zip(mean, std, strict=True)],
+        alpha=0.15,
+        lw=0,
+        color="#2a6f97",
+        label="± std of trajectories",
+    )
     ax.plot(x, mean, ".-", lw=0.8, color="#2a6f97", label="mean of a step")
-    ax.plot(x[r["moving_window"] - 1:], r["moving_average"], lw=2, color="#9e2a2b", label=f"average of the last {min(MOVING_WINDOW, r['moving_window'])} steps")
+    ax.plot(
+        x[r["moving_window"] - 1 :],
+        r["moving_average"],
+        lw=2,
+        color="#9e2a2b",
+        label=f"average of the last {min(MOVING_WINDOW, r['moving_window'])} steps",
+    )
     ax.set(xlabel="step", ylabel="reward")
     ax.legend(frameon=False)
 
@@ -80,7 +96,11 @@ def _staleness(ax, s: dict[str, Any]) -> None:
 
 
 def _logprobs(ax, steps: dict[str, list]) -> None:
-    for key, label, color in (("exact_logprob_diff_mean", "exact tokens, mean", "#2a6f97"), ("logprob_diff_mean", "all tokens, mean", "#e09f3e"), ("logprob_diff_p99", "all tokens, p99", "#9e2a2b")):
+    for key, label, color in (
+        ("exact_logprob_diff_mean", "exact tokens, mean", "#2a6f97"),
+        ("logprob_diff_mean", "all tokens, mean", "#e09f3e"),
+        ("logprob_diff_p99", "all tokens, p99", "#9e2a2b"),
+    ):
         if steps.get(key):
             ax.plot(steps["step"], [v if v and v > 0 else float("nan") for v in steps[key]], ".-", lw=0.8, color=color, label=label)
     ax.set(xlabel="step", ylabel="|difference|, nats", yscale="log")
@@ -93,7 +113,17 @@ def _queue(ax, s: dict[str, Any]) -> None:
     ax.plot(minutes, q["in_flight"], lw=0.9, color="#2a6f97", label="trajectories in flight")
     ax.plot(minutes, q["ready_groups"], lw=0.9, color="#e09f3e", label="groups ready")
     top = max([*q["in_flight"], *q["ready_groups"], 1])
-    ax.fill_between(minutes, 0, top, where=[bool(b) for b in q["blocked"]], step="mid", alpha=0.2, lw=0, color="#9e2a2b", label="held back by a full buffer")
+    ax.fill_between(
+        minutes,
+        0,
+        top,
+        where=[bool(b) for b in q["blocked"]],
+        step="mid",
+        alpha=0.2,
+        lw=0,
+        color="#9e2a2b",
+        label="held back by a full buffer",
+    )
     ax.set(xlabel="minutes", ylabel="count")
     ax.legend(frameon=False, ncols=3)
 
@@ -118,6 +148,12 @@ def _timeline(ax, s: dict[str, Any]) -> None:
     bars = _bars(s)
     start = min((f["started"] for f in bars), default=0.0)
     for row, f in enumerate(bars):
-        ax.barh(row, (f["last"] - f["started"]) / 60, left=(f["started"] - start) / 60, color="#2a6f97" if f["role"] == "trainer" else "#e09f3e", height=0.7)
+        ax.barh(
+            row,
+            (f["last"] - f["started"]) / 60,
+            left=(f["started"] - start) / 60,
+            color="#2a6f97" if f["role"] == "trainer" else "#e09f3e",
+            height=0.7,
+        )
     ax.set(yticks=range(len(bars)), yticklabels=[f"{f['role']} {f['rank']}, epoch {f['epoch']}" for f in bars], xlabel="minutes")
     ax.invert_yaxis()

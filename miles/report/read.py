@@ -91,9 +91,16 @@ def read_run(path: str | Path) -> RunData:
     view = BufferView(run)
     view.poll()
     return RunData(
-        path=run.path, config=run.config, finished=run.finished, attempts=tuple(_attempt(run, n, unreadable) for n in run.attempts()),
-        epochs={r.value: run.current_epoch(r) for r in Role}, files=tuple(files), unreadable=tuple(unreadable),
-        tables={name: concatenate(parts) for name, parts in tables.items()}, lineage=read_lineage(run), buffer=view.state,
+        path=run.path,
+        config=run.config,
+        finished=run.finished,
+        attempts=tuple(_attempt(run, n, unreadable) for n in run.attempts()),
+        epochs={r.value: run.current_epoch(r) for r in Role},
+        files=tuple(files),
+        unreadable=tuple(unreadable),
+        tables={name: concatenate(parts) for name, parts in tables.items()},
+        lineage=read_lineage(run),
+        buffer=view.state,
         versions_on_disk=tuple(sorted(int(p.name[1:]) for p in run.weights_dir.glob("v*") if p.name[1:].isdigit())),
     )
 
@@ -125,7 +132,9 @@ def _read_log(path: Path) -> tuple[dict[str, Table] | None, dict[str, Any], list
 
 
 def _columns(rows: np.ndarray) -> Table:
-    return {name: np.char.decode(rows[name], "utf-8", "replace") if rows.dtype[name].kind == "S" else rows[name] for name in rows.dtype.names}
+    return {
+        name: np.char.decode(rows[name], "utf-8", "replace") if rows.dtype[name].kind == "S" else rows[name] for name in rows.dtype.names
+    }
 
 
 def concatenate(parts: list[Table]) -> Table:

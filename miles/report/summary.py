@@ -1,6 +1,7 @@
 """From tables to numbers: `summarize(RunData) -> dict`, pure and JSON-ready. Docstrings say how each figure is made.
 
-Numbers that cannot be computed (no rows yet) are None, never 0. Every mean comes with its count, and with its spread where that says something.
+Numbers that cannot be computed (no rows yet) are None, never 0. Every mean comes with its count, and with its spread where that says
+something.
 """
 
 from __future__ import annotations
@@ -14,14 +15,37 @@ from miles.buffer import Status
 from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
 from miles.report.read import RunData, Table
+from miles.report.rows import clean, finished_trajectories, lineage_rows, queue_rows, spread, weighted_mean
 
 MOVING_WINDOW = 9  # steps of the moving average, as in the reference case study
 SERIES_POINTS = 400  # points kept of series that have a row a second
 
 STEP_SERIES = (
-    "step", "version", "reward_mean", "reward_std", "step_s", "wait_s", "fetch_s", "train_s", "publish_s", "checkpoint_s", "staleness_mean", "staleness_max",
-    "queue_groups", "exact_logprob_diff_mean", "logprob_diff_mean", "logprob_diff_p99", "kl_mean", "ess", "clip_fraction", "tis_cut_fraction",
-    "loss", "grad_norm", "lr", "tokens", "sampled_tokens",
+    "step",
+    "version",
+    "reward_mean",
+    "reward_std",
+    "step_s",
+    "wait_s",
+    "fetch_s",
+    "train_s",
+    "publish_s",
+    "checkpoint_s",
+    "staleness_mean",
+    "staleness_max",
+    "queue_groups",
+    "exact_logprob_diff_mean",
+    "logprob_diff_mean",
+    "logprob_diff_p99",
+    "kl_mean",
+    "ess",
+    "clip_fraction",
+    "tis_cut_fraction",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "sampled_tokens",
 )
 
 
@@ -34,7 +58,9 @@ def summarize(data: RunData) -> dict[str, Any]:
         "steps": len(data.lineage.steps),
         "steps_planned": data.config.run.steps,
         "steps_undone": data.lineage.undone,
-        "steps_without_log": sorted(set(data.lineage.steps) - set(steps["step"].astype(int).tolist())) if steps else sorted(data.lineage.steps),
+        "steps_without_log": sorted(set(data.lineage.steps) - set(steps["step"].astype(int).tolist()))
+        if steps
+        else sorted(data.lineage.steps),
         "reward": reward(steps),
         "logprob_abs_diff": logprob_difference(steps),
         "staleness": staleness_figures(data, steps, ok),
@@ -66,51 +92,10 @@ def summarize(data: RunData) -> dict[str, Any]:
     return clean(out)
 
 
-# -- which rows count --------------------------------------------------------------------------------------------------------
-def lineage_rows(data: RunData) -> Table:
-    """Rows of `steps` on the lineage of the final weights, one a step, ordered by step: those that the epoch logged which the journal
-    says trained the step. Empty dict when there are none."""
-    table = data.tables.get("steps")
-    if not table:
-        return {}
-    wanted = {(step, epoch) for step, (epoch, _) in data.lineage.steps.items()}
-    chosen: dict[int, int] = {}
-    for i, key in enumerate(zip(table["step"].astype(int).tolist(), table["file_epoch"].tolist(), strict=True)):
-        if key in wanted:
-            chosen[key[0]] = i
-    order = [chosen[s] for s in sorted(chosen)]
-    return {name: column[order] for name, column in table.items()} if order else {}
-
-
-def finished_trajectories(data: RunData) -> Table:
-    """Rows of `trajectories` with status ok. A sample that was finished twice (its rank died before the record was safe) counts once, the last."""
-    table = data.tables.get("trajectories")
-    if not table:
-        return {}
-    last = {(g, s): i for i, (g, s, status) in enumerate(zip(table["group_id"].tolist(), table["sample"].tolist(), table["status"].tolist(), strict=True))
-            if status == "ok"}
-    order = sorted(last.values())
-    return {name: column[order] for name, column in table.items()} if order else {}
-
-
 # -- figures -----------------------------------------------------------------------------------------------------------------
-def spread(values: np.ndarray | None) -> dict[str, Any]:
-    """mean, std, min, median, p90, max and count of the finite values."""
-    v = np.asarray([] if values is None else values, dtype=float)
-    v = v[np.isfinite(v)]
-    if not len(v):
-        return {"count": 0}
-    return {"count": len(v), "mean": v.mean(), "std": v.std(), "min": v.min(), "median": np.median(v), "p90": np.percentile(v, 90), "max": v.max()}
-
-
-def weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
-    """Mean over the entries whose weight is above 0; None when there are none."""
-    use = (weights > 0) & np.isfinite(values)
-    return float(np.average(values[use], weights=weights[use])) if use.any() else None
-
-
 def reward(steps: Table) -> dict[str, Any]:
-    """Mean reward of the first and last third of the steps (n // 3 steps each, at least one), each trajectory counting once, with the standard
+    """Mean reward of the first and last third of the steps (n // 3 steps each, at least one), each trajectory counting once, with the
+    standard
     deviation between the steps' means; moving average over 9 steps."""
     if not steps:
         return {"first_third": None, "last_third": None, "count": 0}
@@ -119,9 +104,17 @@ def reward(steps: Table) -> dict[str, Any]:
     first, last = weighted_mean(means[:third], n[:third]), weighted_mean(means[-third:], n[-third:])
     window = min(MOVING_WINDOW, len(means))
     return {
-        "first_third": first, "last_third": last, "gain": None if first is None or last is None else last - first, "third_steps": third,
-        "first_third_std": means[:third].std(), "last_third_std": means[-third:].std(), "mean": weighted_mean(means, n), "count": len(means),
-        "trajectories": int(n.sum()), "moving_window": window, "moving_average": np.convolve(means, np.ones(window) / window, mode="valid"),
+        "first_third": first,
+        "last_third": last,
+        "gain": None if first is None or last is None else last - first,
+        "third_steps": third,
+        "first_third_std": means[:third].std(),
+        "last_third_std": means[-third:].std(),
+        "mean": weighted_mean(means, n),
+        "count": len(means),
+        "trajectories": int(n.sum()),
+        "moving_window": window,
+        "moving_average": np.convolve(means, np.ones(window) / window, mode="valid"),
     }
 
 
@@ -133,9 +126,13 @@ def logprob_difference(steps: Table) -> dict[str, Any]:
     exact, sampled = steps["exact_tokens"].astype(float), steps["sampled_tokens"].astype(float)
     has = exact > 0
     return {
-        "mean": weighted_mean(steps["exact_logprob_diff_mean"], exact), "max": steps["exact_logprob_diff_max"][has].max() if has.any() else None,
-        "tokens": int(exact.sum()), "all_tokens_mean": weighted_mean(steps["logprob_diff_mean"], sampled), "all_tokens": int(sampled.sum()),
-        "all_tokens_p99": spread(steps["logprob_diff_p99"]).get("median"), "all_tokens_max": spread(steps["logprob_diff_max"]).get("max"),
+        "mean": weighted_mean(steps["exact_logprob_diff_mean"], exact),
+        "max": steps["exact_logprob_diff_max"][has].max() if has.any() else None,
+        "tokens": int(exact.sum()),
+        "all_tokens_mean": weighted_mean(steps["logprob_diff_mean"], sampled),
+        "all_tokens": int(sampled.sum()),
+        "all_tokens_p99": spread(steps["logprob_diff_p99"]).get("median"),
+        "all_tokens_max": spread(steps["logprob_diff_max"]).get("max"),
     }
 
 
@@ -146,10 +143,17 @@ def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
     waiting = [staleness(newest, g.oldest_version) for g in data.buffer.ready_in_order()] if newest is not None else []
     out = {"limit": data.config.buffer.max_staleness, "max": None, "mean": None, "histogram": {}, "waiting_max": max(waiting, default=None)}
     if steps:
-        out |= {"max": int(steps["staleness_max"].max()), "mean": weighted_mean(steps["staleness_mean"], steps["trajectories"].astype(float))}
+        out |= {
+            "max": int(steps["staleness_max"].max()),
+            "mean": weighted_mean(steps["staleness_mean"], steps["trajectories"].astype(float)),
+        }
     trained = data.lineage.trained_groups
     if ok:
-        ages = Counter(data.lineage.versions[trained[g]] - v for g, v in zip(ok["group_id"].tolist(), ok["oldest_version"].tolist(), strict=True) if g in trained)
+        ages = Counter(
+            data.lineage.versions[trained[g]] - v
+            for g, v in zip(ok["group_id"].tolist(), ok["oldest_version"].tolist(), strict=True)
+            if g in trained
+        )
         out["histogram"] = {str(int(k)): ages[k] for k in sorted(ages)}
     return out
 
@@ -161,8 +165,10 @@ def cache(ok: Table) -> dict[str, Any]:
     if not ok or not ok["prompt_tokens"].sum():
         return {"prefix_cache_hit_rate": None, "prompt_cache_share": None}
     cacheable = ok["cacheable_tokens"].sum()
-    return {"prefix_cache_hit_rate": np.minimum(ok["cached_tokens"], ok["cacheable_tokens"]).sum() / cacheable if cacheable else None,
-            "prompt_cache_share": ok["cached_tokens"].sum() / ok["prompt_tokens"].sum()}
+    return {
+        "prefix_cache_hit_rate": np.minimum(ok["cached_tokens"], ok["cacheable_tokens"]).sum() / cacheable if cacheable else None,
+        "prompt_cache_share": ok["cached_tokens"].sum() / ok["prompt_tokens"].sum(),
+    }
 
 
 def step_time(steps: Table) -> dict[str, Any]:
@@ -170,50 +176,86 @@ def step_time(steps: Table) -> dict[str, Any]:
     if not steps:
         return {"first": None, "median": None, "count": 0}
     rest = spread(steps["step_s"][1:])
-    return {"first": steps["step_s"][0], "median": rest.get("median"), **{k: rest.get(k) for k in ("mean", "std", "p90", "max")}, "count": rest["count"]}
+    return {
+        "first": steps["step_s"][0],
+        "median": rest.get("median"),
+        **{k: rest.get(k) for k in ("mean", "std", "p90", "max")},
+        "count": rest["count"],
+    }
 
 
 def tokens(steps: Table) -> dict[str, Any]:
-    """Tokens of trained trajectories, given and sampled; unaccounted = recorded in the buffer but not seen by the training step, or the reverse."""
+    """Tokens of trained trajectories, given and sampled; unaccounted = recorded in the buffer but not seen by the training step, or the
+    reverse."""
     if not steps:
         return {"trained": 0, "sampled": 0, "unaccounted": None}
     seconds = steps["step_s"][1:].sum()
-    return {"trained": int(steps["tokens"].sum()), "sampled": int(steps["sampled_tokens"].sum()), "unaccounted": int(steps["unaccounted_tokens"].sum()),
-            "trained_per_second": steps["tokens"][1:].sum() / seconds if seconds else None}
+    return {
+        "trained": int(steps["tokens"].sum()),
+        "sampled": int(steps["sampled_tokens"].sum()),
+        "unaccounted": int(steps["unaccounted_tokens"].sum()),
+        "trained_per_second": steps["tokens"][1:].sum() / seconds if seconds else None,
+    }
 
 
 def weights(data: RunData, steps: Table) -> dict[str, Any]:
-    """versions: distinct versions seen (published, applied or on disk). Per transport: seconds of each phase per engine, over applied versions.
-    total_s counts from publication; pause_s is what generation loses."""
+    """versions: distinct versions seen (published, applied or on disk). Per transport: seconds of each phase per engine, over applied
+    versions; total_s counts from publication; pause_s is what generation loses. The first version of each rollout process stands apart
+    (`first_load_s`: pull and pause), because it waits for the engine's start."""
     applied = data.tables.get("weights") or {}
     seen = set(data.versions_on_disk) | set(applied.get("version", np.array([])).astype(int).tolist())
     if "published_version" in steps:
         seen |= set(steps["published_version"].astype(int).tolist())
-    out: dict[str, Any] = {"versions": len({v for v in seen if v >= 0}), "applied": 0, "failed": 0, "transports": {}}
+    out: dict[str, Any] = {
+        "versions": len({v for v in seen if v >= 0}),
+        "applied": 0,
+        "failed": 0,
+        "first_load_s": spread(None),
+        "transports": {},
+    }
     if not applied:
         return out
-    good = applied["ok"].astype(bool)
-    out |= {"applied": int(good.sum()), "failed": int((~good).sum())}
-    for transport in np.unique(applied["transport"]).tolist():
-        rows = (applied["transport"] == transport) & good
+    good, first = applied["ok"].astype(bool), np.zeros(len(applied["ok"]), bool)
+    processes: set[tuple[int, int]] = set()
+    for i, process in enumerate(zip(applied["file_rank"].tolist(), applied["file_epoch"].tolist(), strict=True)):
+        first[i] = process not in processes
+        processes.add(process)
+    out |= {
+        "applied": int(good.sum()),
+        "failed": int((~good).sum()),
+        "first_load_s": spread((applied["pull_s"] + applied["pause_s"])[first & good]),
+    }
+    for transport in np.unique(applied["transport"][~first & good]).tolist():
+        rows = (applied["transport"] == transport) & good & ~first
         times = {k: spread(applied[k][rows]) for k in ("wait_s", "pull_s", "pause_s", "apply_s", "verify_s", "total_s")}
         busy = applied["pull_s"][rows].sum() + applied["apply_s"][rows].sum()
-        out["transports"][transport] = {"count": int(rows.sum()), "bytes_median": spread(applied["bytes"][rows]).get("median"),
-                                        "mb_per_s": applied["bytes"][rows].sum() / 1e6 / busy if busy else None, **times}
+        out["transports"][transport] = {
+            "count": int(rows.sum()),
+            "bytes_median": spread(applied["bytes"][rows]).get("median"),
+            "mb_per_s": applied["bytes"][rows].sum() / 1e6 / busy if busy else None,
+            **times,
+        }
     return out
 
 
 def dropped_detail(data: RunData) -> dict[str, Any]:
     """Length and reward of dropped groups beside those of trained ones: dropping favours short trajectories, this says by how much."""
+
     def facts(groups):
         known = [g for g in groups if g.trajectories]
-        return {"groups": len(groups), "tokens_mean": np.mean([g.tokens / g.trajectories for g in known]) if known else None,
-                "reward_mean": np.mean([g.reward_mean for g in known]) if known else None}
+        return {
+            "groups": len(groups),
+            "tokens_mean": np.mean([g.tokens / g.trajectories for g in known]) if known else None,
+            "reward_mean": np.mean([g.reward_mean for g in known]) if known else None,
+        }
 
     by_reason: dict[str, list] = {}
     for g in data.buffer.with_status(Status.DROPPED):
         by_reason.setdefault(g.dropped, []).append(g)
-    return {"trained": facts(data.buffer.with_status(Status.TRAINED)), **{reason: facts(groups) for reason, groups in sorted(by_reason.items())}}
+    return {
+        "trained": facts(data.buffer.with_status(Status.TRAINED)),
+        **{reason: facts(groups) for reason, groups in sorted(by_reason.items())},
+    }
 
 
 def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
@@ -221,9 +263,16 @@ def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
     table = data.tables.get("trajectories")
     if not table:
         return {"count": 0, "status": {}, "finish": {}}
-    return {"count": len(table["status"]), "status": dict(Counter(table["status"].tolist())), "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
-            "turns": spread(ok.get("turns")), "tokens": spread(ok.get("tokens")), "seconds": spread(ok.get("seconds")),
-            "engine_s": spread(ok.get("engine_s")), "env_s": spread(ok.get("env_s"))}
+    return {
+        "count": len(table["status"]),
+        "status": dict(Counter(table["status"].tolist())),
+        "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
+        "turns": spread(ok.get("turns")),
+        "tokens": spread(ok.get("tokens")),
+        "seconds": spread(ok.get("seconds")),
+        "engine_s": spread(ok.get("engine_s")),
+        "env_s": spread(ok.get("env_s")),
+    }
 
 
 def engines(data: RunData, ok: Table) -> dict[str, Any]:
@@ -232,8 +281,14 @@ def engines(data: RunData, ok: Table) -> dict[str, Any]:
     ranks = sorted(set(ok["rank"].tolist()) if ok else set()) or (sorted(set(table["rank"].tolist())) if table else [])
     for rank in ranks:
         mine = {k: v[ok["rank"] == rank] for k, v in ok.items()} if ok else {}
-        entry = {"rank": int(rank), "trajectories": len(mine.get("rank", ())), "sampled_tokens": int(mine["sampled_tokens"].sum()) if mine else 0,
-                 **cache(mine), "restarts": 0, "active_mean": None}
+        entry = {
+            "rank": int(rank),
+            "trajectories": len(mine.get("rank", ())),
+            "sampled_tokens": int(mine["sampled_tokens"].sum()) if mine else 0,
+            **cache(mine),
+            "restarts": 0,
+            "active_mean": None,
+        }
         if table:
             rows = table["rank"] == rank
             peak: dict[int, int] = {}
@@ -250,19 +305,26 @@ def engines(data: RunData, ok: Table) -> dict[str, Any]:
 
 
 def queue(data: RunData) -> dict[str, Any]:
-    """In-flight trajectories and ready groups, a row a second by the rollout leader; `in_flight_busy` leaves out the seconds in which it was blocked."""
-    table = data.tables.get("queue")
+    """In-flight trajectories and ready groups; `in_flight_free` leaves out the seconds in which a full buffer held rollout back."""
+    table = queue_rows(data)
     out = {"capacity": data.config.buffer.capacity_groups, "in_flight_cap": data.config.rollout.in_flight}
     if not table:
-        return out | {"ready": {"count": 0}, "in_flight": {"count": 0}}
-    return out | {"ready": spread(table["ready_groups"]), "in_flight": spread(table["in_flight"]), "in_flight_busy": spread(table["in_flight"][table["blocked"] == 0])}
+        return out | {"ready": spread(None), "in_flight": spread(None), "in_flight_free": spread(None)}
+    free = table["blocked"] == 0
+    return out | {
+        "ready": spread(table["ready_groups"]),
+        "in_flight": spread(table["in_flight"]),
+        "in_flight_free": spread(table["in_flight"][free]),
+    }
 
 
 def waits(data: RunData, steps: Table) -> dict[str, Any]:
-    """Which side is the bottleneck. trainer_wait_share: seconds the trainer waited for groups over seconds of its steps, without the first step;
-    rollout_blocked_share: share of the rollout leader's seconds in which a full buffer held it back. The side that waits less is the bottleneck."""
-    table = data.tables.get("queue")
-    blocked = float(table["blocked"].mean()) if table and len(table["blocked"]) else None
+    """Which side is the bottleneck. trainer_wait_share: seconds the trainer waited for groups over seconds of its steps, without the
+    first step;
+    rollout_blocked_share: share of the rollout leader's seconds in which a full buffer held it back. The side that waits less is the
+    bottleneck."""
+    table = queue_rows(data)
+    blocked = float(table["blocked"].mean()) if table else None
     out: dict[str, Any] = {"trainer_wait_share": None, "rollout_blocked_share": blocked, "bottleneck": "unknown", "trainer_time": {}}
     if not steps or len(steps["step_s"]) < 2:
         return out
@@ -281,7 +343,15 @@ def tasks(ok: Table) -> list[dict[str, Any]]:
     for task in np.unique(ok["task_id"]).tolist() if ok else []:
         r = ok["reward"][ok["task_id"] == task]
         half = len(r) // 2
-        out.append({"task": task, "trajectories": len(r), "reward": r.mean(), "first_half": r[:half].mean() if half else None, "last_half": r[half:].mean()})
+        out.append(
+            {
+                "task": task,
+                "trajectories": len(r),
+                "reward": r.mean(),
+                "first_half": r[:half].mean() if half else None,
+                "last_half": r[half:].mean(),
+            }
+        )
     return sorted(out, key=lambda t: t["reward"])
 
 
@@ -291,7 +361,10 @@ def series(data: RunData, steps: Table) -> dict[str, Any]:
     table = data.tables.get("queue")
     if table and len(table["time"]):
         every = max(1, -(-len(table["time"]) // SERIES_POINTS))
-        out["queue"] = {"seconds": (table["time"] - table["time"][0])[::every], **{k: table[k][::every] for k in ("in_flight", "ready_groups", "blocked")}}
+        out["queue"] = {
+            "seconds": (table["time"] - table["time"][0])[::every],
+            **{k: table[k][::every] for k in ("in_flight", "ready_groups", "blocked")},
+        }
     return out
 
 
@@ -299,27 +372,28 @@ def series(data: RunData, steps: Table) -> dict[str, Any]:
 def _run(data: RunData) -> dict[str, Any]:
     started = min((f["started"] for f in data.files if f["started"]), default=None)
     last = max((f["last"] for f in data.files if f["last"]), default=None)
-    return {"name": data.config.run.name, "path": str(data.path), "mode": data.config.run.mode, "model": data.config.model.path,
-            "precision": [data.config.model.trainer_precision, data.config.model.rollout_precision], "finished": data.finished, "started": started,
-            "last_row": last, "wall_s": last - started if started and last else None}
+    return {
+        "name": data.config.run.name,
+        "path": str(data.path),
+        "mode": data.config.run.mode,
+        "model": data.config.model.path,
+        "precision": [data.config.model.trainer_precision, data.config.model.rollout_precision],
+        "finished": data.finished,
+        "started": started,
+        "last_row": last,
+        "wall_s": last - started if started and last else None,
+    }
 
 
 def _attempt(a: dict[str, Any]) -> dict[str, Any]:
     begin, end = a["begin"], a["exit"]
-    return {"attempt": a["number"], "launcher": begin.get("launcher"), "job_id": begin.get("job_id"), "nodes": begin.get("nodes"),
-            "started": begin.get("started"), "ended": end.get("ended"), "outcome": end.get("outcome"), "cause": end.get("text")}
-
-
-def clean(value: Any) -> Any:
-    """Plain JSON values: numpy to Python, NaN and infinities to None."""
-    if isinstance(value, dict):
-        return {str(k): clean(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [clean(v) for v in value]
-    if isinstance(value, np.ndarray):
-        return clean(value.tolist())
-    if isinstance(value, np.generic):
-        return clean(value.item())
-    if isinstance(value, float) and not np.isfinite(value):
-        return None
-    return value
+    return {
+        "attempt": a["number"],
+        "launcher": begin.get("launcher"),
+        "job_id": begin.get("job_id"),
+        "nodes": begin.get("nodes"),
+        "started": begin.get("started"),
+        "ended": end.get("ended"),
+        "outcome": end.get("outcome"),
+        "cause": end.get("text"),
+    }

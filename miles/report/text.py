@@ -45,11 +45,18 @@ def _spread(d: dict[str, Any], form: str = ".3g", unit: str = "") -> str:
 def _head(s: dict[str, Any]) -> list[str]:
     run, wall = s["run"], s["run"]["wall_s"]
     state = "finished" if run["finished"] else "not finished"
-    out = [f"{run['name']}  {state}: {s['steps']} of {s['steps_planned']} steps" + (f" in {wall / 60:.1f} min" if wall else ""),
-           f"{run['path']}", f"{run['mode']}, {run['model']}, trainer {run['precision'][0]}, rollout {run['precision'][1]}"]
+    out = [
+        f"{run['name']}  {state}: {s['steps']} of {s['steps_planned']} steps" + (f" in {wall / 60:.1f} min" if wall else ""),
+        f"{run['path']}",
+        f"{run['mode']}, {run['model']}, trainer {run['precision'][0]}, rollout {run['precision'][1]}",
+    ]
     for a in s["attempt_list"]:
-        out.append(f"attempt {a['attempt']}: {a['launcher'] or '?'}" + (f" job {a['job_id']}" if a["job_id"] else "") + f", {a['outcome'] or 'running or killed'}"
-                   + (f": {a['cause']}" if a["cause"] else ""))
+        out.append(
+            f"attempt {a['attempt']}: {a['launcher'] or '?'}"
+            + (f" job {a['job_id']}" if a["job_id"] else "")
+            + f", {a['outcome'] or 'running or killed'}"
+            + (f": {a['cause']}" if a["cause"] else "")
+        )
     return out
 
 
@@ -58,8 +65,12 @@ def _learning(s: dict[str, Any]) -> list[str]:
     out = [_title("Learning")]
     if not r["count"]:
         return [*out, "no step yet"]
-    out.append(f"reward  first third {number(r['first_third'], '.3f')} ± {number(r['first_third_std'], '.3f')}   last third {number(r['last_third'], '.3f')} ± "
-               f"{number(r['last_third_std'], '.3f')}   gain {number(r['gain'], '+.3f')}   ({r['third_steps']} steps each, ± between steps; {r['trajectories']} trajectories)")
+    out.append(
+        f"reward  first third {number(r['first_third'], '.3f')} ± {number(r['first_third_std'], '.3f')}   last third "
+        f"{number(r['last_third'], '.3f')} ± "
+        f"{number(r['last_third_std'], '.3f')}   gain {number(r['gain'], '+.3f')}   ({r['third_steps']} steps each, ± between steps; "
+        f"{r['trajectories']} trajectories)"
+    )
     out.append(f"        per step {sparkline(s['series']['steps']['reward_mean'])}")
     average = r["moving_average"]
     out.append(f"        average of {r['moving_window']} steps: {average[0]:.3f} -> {average[-1]:.3f}; one run, an observation")
@@ -73,62 +84,120 @@ def _learning(s: dict[str, Any]) -> list[str]:
 
 def _truth(s: dict[str, Any]) -> list[str]:
     d, t = s["logprob_abs_diff"], s["truth"]
-    out = [_title("Truth"),
-           f"|trainer - engine| log-probability: mean {number(d['mean'], '.2e')}, max {number(d['max'], '.2e')} over {d['tokens']} exact tokens; "
-           f"all sampled tokens, staleness included: {number(d['all_tokens_mean'], '.2e')}",
-           f"tokens trained {s['tokens']['trained']} ({s['tokens']['sampled']} sampled), unaccounted {number(s['tokens']['unaccounted'], 'd')}; "
-           f"groups trained {s['groups_trained']}, trained twice {s['groups_trained_twice']}"]
+    out = [
+        _title("Truth"),
+        f"|trainer - engine| log-probability: mean {number(d['mean'], '.2e')}, max {number(d['max'], '.2e')} over {d['tokens']} exact "
+        f"tokens; "
+        f"all sampled tokens, staleness included: {number(d['all_tokens_mean'], '.2e')}",
+        f"tokens trained {s['tokens']['trained']} ({s['tokens']['sampled']} sampled), unaccounted "
+        f"{number(s['tokens']['unaccounted'], 'd')}; "
+        f"groups trained {s['groups_trained']}, trained twice {s['groups_trained_twice']}",
+    ]
     mean = {k: v.get("mean") for k, v in t.items()}
-    out.append(f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
-               f"importance weights cut {number(mean['tis_cut_fraction'], '.2%')}")
+    out.append(
+        f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
+        f"importance weights cut {number(mean['tis_cut_fraction'], '.2%')}"
+    )
     return out
 
 
 def _schedule(s: dict[str, Any]) -> list[str]:
     w, st, q, g = s["waits"], s["step_time"], s["queue"], s["groups"]
-    out = [_title("Schedule"),
-           f"bottleneck: {w['bottleneck']}   trainer waits {number(w['trainer_wait_share'], '.0%')} of its steps, rollout held back {number(w['rollout_blocked_share'], '.0%')} of its time"]
-    out.append(f"step: first {number(st['first'], '.1f', ' s')}; then median {number(st['median'], '.2f', ' s')}, p90 {number(st.get('p90'), '.2f', ' s')}, "
-               f"max {number(st.get('max'), '.2f', ' s')} (n = {st['count']})")
+    out = [
+        _title("Schedule"),
+        f"bottleneck: {w['bottleneck']}   trainer waits {number(w['trainer_wait_share'], '.0%')} of its steps, rollout held back "
+        f"{number(w['rollout_blocked_share'], '.0%')} of its time",
+    ]
+    out.append(
+        f"step: first {number(st['first'], '.1f', ' s')}; then median {number(st['median'], '.2f', ' s')}, p90 "
+        f"{number(st.get('p90'), '.2f', ' s')}, "
+        f"max {number(st.get('max'), '.2f', ' s')} (n = {st['count']})"
+    )
     if w["trainer_time"]:
         out.append("trainer's time: " + ", ".join(f"{k} {v:.0%}" for k, v in w["trainer_time"].items()))
     age = s["staleness"]
     histogram = ", ".join(f"{k}: {v}" for k, v in age["histogram"].items())
-    out.append(f"staleness of trained: mean {number(age['mean'], '.2f')}, max {number(age['max'], 'd')}, limit {age['limit']}" + (f"   trajectories by age {histogram}" if histogram else "")
-               + (f"; oldest waiting {age['waiting_max']}" if age["waiting_max"] is not None else ""))
-    out.append(f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap {q['in_flight_cap']}")
-    out.append("groups: " + ", ".join(f"{k} {v}" for k, v in g.items()) + (f"   dropped: {', '.join(f'{k} {v}' for k, v in s['dropped'].items())}" if s["dropped"] else ""))
+    out.append(
+        f"staleness of trained: mean {number(age['mean'], '.2f')}, max {number(age['max'], 'd')}, limit {age['limit']}"
+        + (f"   trajectories by age {histogram}" if histogram else "")
+        + (f"; oldest waiting {age['waiting_max']}" if age["waiting_max"] is not None else "")
+    )
+    out.append(
+        f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap "
+        f"{q['in_flight_cap']}"
+    )
+    out.append(
+        "groups: "
+        + ", ".join(f"{k} {v}" for k, v in g.items())
+        + (f"   dropped: {', '.join(f'{k} {v}' for k, v in s['dropped'].items())}" if s["dropped"] else "")
+    )
     detail = {k: v for k, v in s["dropped_detail"].items() if k != "trained" and v["tokens_mean"]}
     if detail:
         base = s["dropped_detail"]["trained"]
-        out.append(f"  length and reward, trained: {number(base['tokens_mean'], '.0f')} tokens, {number(base['reward_mean'], '.2f')}; " +
-                   "; ".join(f"{k}: {v['tokens_mean']:.0f} tokens, {v['reward_mean']:.2f}" for k, v in detail.items()))
+        out.append(
+            f"  length and reward, trained: {number(base['tokens_mean'], '.0f')} tokens, {number(base['reward_mean'], '.2f')}; "
+            + "; ".join(f"{k}: {v['tokens_mean']:.0f} tokens, {v['reward_mean']:.2f}" for k, v in detail.items())
+        )
     return out
 
 
 def _engines(s: dict[str, Any]) -> list[str]:
     t, e = s["trajectories"], s["engines"]
-    out = [_title("Rollout"),
-           f"prefix cache: {number(s['prefix_cache_hit_rate'], '.1%')} of what could hit, {number(s['prompt_cache_share'], '.1%')} of all prompt tokens"]
+    out = [
+        _title("Rollout"),
+        f"prefix cache: {number(s['prefix_cache_hit_rate'], '.1%')} of what could hit, {number(s['prompt_cache_share'], '.1%')} of all "
+        f"prompt tokens",
+    ]
     if t["count"]:
-        out.append(f"trajectories {t['count']}: " + ", ".join(f"{k} {v}" for k, v in sorted(t["status"].items())) + "   ended by: " +
-                   ", ".join(f"{k} {v}" for k, v in sorted(t["finish"].items())))
+        out.append(
+            f"trajectories {t['count']}: "
+            + ", ".join(f"{k} {v}" for k, v in sorted(t["status"].items()))
+            + "   ended by: "
+            + ", ".join(f"{k} {v}" for k, v in sorted(t["finish"].items()))
+        )
         out.append(f"  turns {_spread(t['turns'], '.0f')}; tokens {_spread(t['tokens'], '.0f')}; seconds {_spread(t['seconds'], '.1f')}")
     for x in e["list"][:16]:
-        out.append(f"engine {x['rank']}: {x['trajectories']} trajectories, {x['sampled_tokens']} tokens sampled, hit rate {number(x['prefix_cache_hit_rate'], '.1%')}, restarts {x['restarts']}")
+        out.append(
+            f"engine {x['rank']}: {x['trajectories']} trajectories, {x['sampled_tokens']} tokens sampled, hit rate "
+            f"{number(x['prefix_cache_hit_rate'], '.1%')}, restarts {x['restarts']}"
+        )
     if e["count"] > 1:
-        out.append(f"balance (largest over mean of {e['count']}): trajectories {number(e['balance_trajectories'], '.2f')}, tokens {number(e['balance_tokens'], '.2f')}")
+        out.append(
+            f"balance (largest over mean of {e['count']}): trajectories {number(e['balance_trajectories'], '.2f')}, tokens "
+            f"{number(e['balance_tokens'], '.2f')}"
+        )
     return out
 
 
 def _weights(s: dict[str, Any]) -> list[str]:
     w = s["weights"]
-    out = [_title("Weights"), f"{w['versions']} versions; {w['applied']} applied by engines, {w['failed']} refused"]
+    out = [
+        _title("Weights"),
+        f"{w['versions']} versions; {w['applied']} applied by engines, {w['failed']} refused; first load "
+        f"{_spread(w['first_load_s'], '.2f', ' s')}",
+    ]
     for name, t in w["transports"].items():
-        out.append(f"{name}: pull {number(t['pull_s'].get('median'), '.3f', ' s')}, paused {number(t['pause_s'].get('median'), '.3f', ' s')} (apply "
-                   f"{number(t['apply_s'].get('median'), '.3f', ' s')}), verify {number(t['verify_s'].get('median'), '.3f', ' s')}, published to serving "
-                   f"{_spread(t['total_s'], '.2f', ' s')}; {number((t['bytes_median'] or 0) / 1e6, '.3g')} MB, {number(t['mb_per_s'], '.0f', ' MB/s')}")
+        median = {k: number(v.get("median"), ".3f", " s") for k, v in t.items() if isinstance(v, dict)}
+        out.append(
+            f"{name}: published to serving {_spread(t['total_s'], '.2f', ' s')}; {size(t['bytes_median'])}, "
+            f"{number(t['mb_per_s'], '.0f', ' MB/s')}"
+        )
+        out.append(
+            f"  medians: wait {median['wait_s']}, pull {median['pull_s']}, paused {median['pause_s']} (apply {median['apply_s']}), verify "
+            f"{median['verify_s']}"
+        )
     return out
+
+
+def size(value: float | None) -> str:
+    """Bytes with a decimal unit."""
+    if value is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"
 
 
 def _alarms(s: dict[str, Any]) -> list[str]:

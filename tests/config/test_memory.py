@@ -13,15 +13,38 @@ from miles.core import ConfigError
 GLM = "configs/glm52_async.toml"
 
 # hidden 8, 4 layers (1 dense), 2 heads of 4, MLP 16, 4 experts of 6 columns, top-2, one shared expert, vocabulary 32
-SMALL = dict(model_type="glm4_moe", hidden_size=8, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=2, head_dim=4, intermediate_size=16,
-             moe_intermediate_size=6, n_routed_experts=4, n_shared_experts=1, num_experts_per_tok=2, first_k_dense_replace=1, vocab_size=32)
+SMALL = dict(
+    model_type="glm4_moe",
+    hidden_size=8,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    head_dim=4,
+    intermediate_size=16,
+    moe_intermediate_size=6,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    first_k_dense_replace=1,
+    vocab_size=32,
+)
 
 
 def small(*changes):
     """4 ranks on one node with GPUs: tp 2, pp 2, ep 2."""
-    return load_config("configs/tiny_async.toml", (
-        "cluster.trainer.ranks_per_node=4", "cluster.trainer.gpus_per_node=4", "trainer.layout.tp=2", "trainer.layout.pp=2", "trainer.layout.ep=2",
-        "model.trainer_precision=bf16", "model.rollout_precision=bf16", *changes))
+    return load_config(
+        "configs/tiny_async.toml",
+        (
+            "cluster.trainer.ranks_per_node=4",
+            "cluster.trainer.gpus_per_node=4",
+            "trainer.layout.tp=2",
+            "trainer.layout.pp=2",
+            "trainer.layout.ep=2",
+            "model.trainer_precision=bf16",
+            "model.rollout_precision=bf16",
+            *changes,
+        ),
+    )
 
 
 def items(stage):
@@ -57,7 +80,9 @@ def test_optimizer_state_is_divided_over_the_data_parallel_ranks_of_each_part():
 
 
 def test_activations_worked_by_hand():
-    plan = draft_plan(small("trainer.max_tokens_per_microbatch=1000", "trainer.recompute=full", "rollout.max_session_tokens=640"), SiteConfig(), SMALL)
+    plan = draft_plan(
+        small("trainer.max_tokens_per_microbatch=1000", "trainer.recompute=full", "rollout.max_session_tokens=640"), SiteConfig(), SMALL
+    )
     # 500 tokens a tensor-parallel rank; bf16. attention width 2 x 8 + 2 x 8 = 32, 4 x 8 hidden, MLP columns 3 x 16 or 3 x 6
     dense_layer = 500 * (32 + 32 + 48)
     moe_layer = 500 * (32 + 32 + 18) + 500 * 2 * 1.5 * (16 + 18)
@@ -83,7 +108,9 @@ def test_the_744b_job_fits_only_with_streamed_state():
     assert max(s.total_gb for s in plan.stages) < site.gpu_memory_gb
     # fullest rank: 20 layers x 32 experts x 37,748,736 = 24.16 B parameters of experts, 12 bytes each, on one rank of a node of four
     assert plan.disk_per_node_gb > 4 * 12 * 24.16
-    with pytest.raises(ConfigError, match=r"resident optimizer state \(298 GB\) is what does not fit: set trainer.optimizer.state = 'stream'"):
+    with pytest.raises(
+        ConfigError, match=r"resident optimizer state \(298 GB\) is what does not fit: set trainer.optimizer.state = 'stream'"
+    ):
         memory_plan(*glm("trainer.optimizer.state=resident"))
 
 
@@ -96,7 +123,9 @@ def test_the_744b_job_does_not_fit_80_gb_gpus_and_a_small_disk():
 
 
 def test_a_stage_that_would_reuse_another_stages_index_is_refused():
-    with pytest.raises(ConfigError, match=r"pipeline stage 2 starts on layer 20, which reuses the sparse index of layer 19 .*nearest: 19 or 23"):
+    with pytest.raises(
+        ConfigError, match=r"pipeline stage 2 starts on layer 20, which reuses the sparse index of layer 19 .*nearest: 19 or 23"
+    ):
         memory_plan(*glm("trainer.layout.first_stage_layers=19", "trainer.layout.last_stage_layers=19"))
 
 
@@ -106,13 +135,18 @@ def test_layers_that_do_not_split_are_refused():
         stage_layers(config, 78)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ("trainer.layout.tp=4", "trainer.layout.tp = 4 does not divide the model's 2 attention heads"),
-    ("engine.ep=3", "engine.ep = 3 does not divide the model's 4 experts"),
-    ("model.max_context=4096", "model.max_context = 4096 is beyond the 2048 positions"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("trainer.layout.tp=4", "trainer.layout.tp = 4 does not divide the model's 2 attention heads"),
+        ("engine.ep=3", "engine.ep = 3 does not divide the model's 4 experts"),
+        ("model.max_context=4096", "model.max_context = 4096 is beyond the 2048 positions"),
+    ],
+)
 def test_sizes_that_do_not_divide_are_named(change, message):
-    config = small("cluster.trainer.ranks_per_node=8", "cluster.trainer.gpus_per_node=8", "engine.tp=3", "cluster.rollout.gpus_per_node=3", change)
+    config = small(
+        "cluster.trainer.ranks_per_node=8", "cluster.trainer.gpus_per_node=8", "engine.tp=3", "cluster.rollout.gpus_per_node=3", change
+    )
     with pytest.raises(ConfigError, match=message):
         draft_plan(config, SiteConfig(), {**SMALL, "max_position_embeddings": 2048})
 
@@ -124,7 +158,9 @@ def test_expert_parallelism_of_a_dense_model_is_refused():
 
 
 def test_asynchronous_mode_on_shared_gpus_is_refused_with_the_reason():
-    with pytest.raises(ConfigError, match="cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once"):
+    with pytest.raises(
+        ConfigError, match="cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once"
+    ):
         load_config(GLM, ("cluster.placement=shared",))
 
 

@@ -23,6 +23,6 @@ def test_every_section_and_option_is_listed():
 def test_types_defaults_and_bounds_are_shown():
     text = reference()
     assert "| `tp` | whole number, ≥ 1 | `1` | Tensor parallel. |" in text
-    assert "| `mode` | `async` \\| `sync` | `\"async\"` |" in text
+    assert '| `mode` | `async` \\| `sync` | `"async"` |' in text
     assert "| `steps` | whole number, ≥ 1 | **required** |" in text
     assert "| `max_total_tokens` | whole number, ≥ 1 | absent |" in text

@@ -24,17 +24,57 @@ def parameters_of_transformers(model_type, values):
     return sum(p.numel() for p in model.parameters()) + sum(b.numel() for name, b in model.named_buffers() if "e_score" in name)
 
 
-@pytest.mark.parametrize(("model_type", "values"), [
-    ("llama", {**SMALL, "head_dim": 16, "num_hidden_layers": 3, "tie_word_embeddings": True}),
-    ("qwen3", {**SMALL, "num_hidden_layers": 2}),
-    ("qwen3_moe", {**SMALL, **MOE, "num_hidden_layers": 2, "num_experts": 8}),
-    ("glm4_moe", {**SMALL, **MOE, "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True}),
-    ("glm4_moe", {**SMALL, **MOE, "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1, "use_qk_norm": False}),
-    ("deepseek_v3", {**SMALL, **MOE, **LATENT, "num_key_value_heads": 4, "num_hidden_layers": 3, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1}),
-    ("glm_moe_dsa", GLM),
-])
+@pytest.mark.parametrize(
+    ("model_type", "values"),
+    [
+        ("llama", {**SMALL, "head_dim": 16, "num_hidden_layers": 3, "tie_word_embeddings": True}),
+        ("qwen3", {**SMALL, "num_hidden_layers": 2}),
+        ("qwen3_moe", {**SMALL, **MOE, "num_hidden_layers": 2, "num_experts": 8}),
+        (
+            "glm4_moe",
+            {
+                **SMALL,
+                **MOE,
+                "num_hidden_layers": 3,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "use_qk_norm": True,
+                "attention_bias": True,
+            },
+        ),
+        (
+            "glm4_moe",
+            {
+                **SMALL,
+                **MOE,
+                "num_hidden_layers": 3,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+                "use_qk_norm": False,
+            },
+        ),
+        (
+            "deepseek_v3",
+            {
+                **SMALL,
+                **MOE,
+                **LATENT,
+                "num_key_value_heads": 4,
+                "num_hidden_layers": 3,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "first_k_dense_replace": 1,
+            },
+        ),
+        ("glm_moe_dsa", GLM),
+    ],
+)
 def test_counts_equal_the_modules_of_transformers(model_type, values):
-    values = {k: v for k, v in values.items() if k not in ("model_type", "architectures", "transformers_version", "num_nextn_predict_layers")}
+    values = {
+        k: v for k, v in values.items() if k not in ("model_type", "architectures", "transformers_version", "num_nextn_predict_layers")
+    }
     assert model_shape({**values, "model_type": model_type}).total == parameters_of_transformers(model_type, values)
 
 

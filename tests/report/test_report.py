@@ -11,8 +11,8 @@ import pytest
 from miles.core import ConfigError, Role
 from miles.report import read_run, render_html, render_text, report
 from miles.report.read import concatenate
-from miles.report.summary import lineage_rows, spread, weighted_mean
-from miles.report.text import sparkline
+from miles.report.rows import lineage_rows, spread, weighted_mean
+from miles.report.text import size, sparkline
 from tests.report.synthetic import journal, queue_row, ready, step_row, write_log
 
 
@@ -85,7 +85,8 @@ def test_tokens_waits_and_bottleneck(run):
     assert s["waits"]["trainer_wait_share"] == pytest.approx(0.5)
     assert s["waits"]["rollout_blocked_share"] == 0.25
     assert s["waits"]["bottleneck"] == "rollout"
-    assert s["queue"]["in_flight"]["max"] == 24 and s["queue"]["in_flight_busy"]["min"] == 20
+    assert s["queue"]["in_flight"]["max"] == 24 and s["queue"]["in_flight_free"]["min"] == 20
+    assert s["queue"]["in_flight"]["count"] == 4  # not the second before the first trajectory
 
 
 def test_attempts_restarts_and_causes(run):
@@ -96,9 +97,11 @@ def test_attempts_restarts_and_causes(run):
     assert [(a["outcome"], a["cause"]) for a in s["attempt_list"]] == [("requeue", "time limit"), (None, None)]
 
 
-def test_weights(run):
+def test_weight_updates_without_the_first_load_of_each_process(run):
     w = report(run.path)["weights"]
-    assert (w["versions"], w["applied"], w["failed"]) == (3, 2, 1)
+    # rank 0: version 0 (its first), 1, 2 (refused), 3
+    assert (w["versions"], w["applied"], w["failed"]) == (4, 3, 1)
+    assert w["first_load_s"]["max"] == pytest.approx(60.6)
     disk = w["transports"]["disk"]
     assert (disk["count"], disk["pull_s"]["median"], disk["total_s"]["max"]) == (2, 0.6, 1.6)
     assert disk["mb_per_s"] == pytest.approx(4 / (0.5 + 0.7 + 0.5 + 0.5))
@@ -131,7 +134,14 @@ def test_engines_and_their_balance(run):
 
 
 def test_alarms_name_what_is_wrong(run):
-    write_log(run, 2, "trainer", 0, 3, steps=[step_row(5, 3, staleness_max=7, unaccounted_tokens=12, exact_logprob_diff_mean=0.5, exact_tokens=1000)])
+    write_log(
+        run,
+        2,
+        "trainer",
+        0,
+        3,
+        steps=[step_row(5, 3, staleness_max=7, unaccounted_tokens=12, exact_logprob_diff_mean=0.5, exact_tokens=1000)],
+    )
     journal(run, Role.TRAINER, 3, {"kind": "restore", "step": 4}, {"kind": "trained", "groups": [3], "step": 5, "version": 4})
     texts = [a["text"] for a in report(run.path)["alarms"] if a["level"] == "error"]
     assert texts[0] == "12 tokens are not accounted for between buffer and training step"
@@ -157,7 +167,10 @@ def test_a_truncated_and_a_foreign_file_are_named_and_the_rest_is_read(run):
     (logs / "notes.h5").write_bytes(b"x")
     s = report(run.path)
     assert [u.split(":")[0] for u in s["unreadable"]] == [
-        "attempts/0001/logs/notes.h5", "attempts/0001/logs/rollout-1.e0001.h5", "attempts/0001/logs/rollout-2.e0001.h5"]
+        "attempts/0001/logs/notes.h5",
+        "attempts/0001/logs/rollout-1.e0001.h5",
+        "attempts/0001/logs/rollout-2.e0001.h5",
+    ]
     assert s["trajectories"]["status"]["ok"] == 8
     assert any("3 files could not be read" in a["text"] for a in s["alarms"])
 
@@ -167,7 +180,9 @@ def test_a_log_that_is_still_written_is_readable(empty):
     run.new_attempt()
     with h5py.File(run.log_path(1, "trainer", 0, 1), "w", libver="earliest", locking=False) as f:
         f.attrs["started"] = 5.0
-        f.create_group("tables").create_dataset("steps", data=np.array([(1.0, 1)], dtype=[("time", "f8"), ("step", "i8")]), maxshape=(None,), chunks=(4,))
+        f.create_group("tables").create_dataset(
+            "steps", data=np.array([(1.0, 1)], dtype=[("time", "f8"), ("step", "i8")]), maxshape=(None,), chunks=(4,)
+        )
         f.flush()
         data = read_run(run.path)
         assert data.unreadable == ()
@@ -176,7 +191,13 @@ def test_a_log_that_is_still_written_is_readable(empty):
 
 def test_a_run_in_which_nothing_happened_has_a_report(empty):
     s = report(empty.path)
-    assert (s["steps"], s["attempts"], s["reward"]["first_third"], s["prefix_cache_hit_rate"], s["tokens"]["unaccounted"]) == (0, 0, None, None, None)
+    assert (s["steps"], s["attempts"], s["reward"]["first_third"], s["prefix_cache_hit_rate"], s["tokens"]["unaccounted"]) == (
+        0,
+        0,
+        None,
+        None,
+        None,
+    )
     assert "0 of 36 steps" in render_text(s)
     assert "<html" in render_html(s)
 
@@ -185,9 +206,9 @@ def test_a_run_without_a_trained_step_but_with_trajectories_has_a_report(empty):
     run = empty
     run.new_attempt()
     journal(run, Role.ROLLOUT, 1, ready(1, 0))
-    write_log(run, 1, "rollout", 0, 1, queue=[queue_row(3, 0, 0)])
+    write_log(run, 1, "rollout", 0, 1, queue=[queue_row(0, 0, 1), queue_row(3, 0, 0)])
     s = report(run.path)
-    assert s["waits"]["bottleneck"] == "unknown"
+    assert (s["waits"]["bottleneck"], s["waits"]["rollout_blocked_share"]) == ("unknown", 0.0)
     assert "miles-submit logs" in " ".join(s["next"])
     assert "Queue" in render_html(s)
 
@@ -199,8 +220,21 @@ def test_a_path_that_is_no_run_is_refused(tmp_path):
 
 def test_the_promised_json_keys_are_there_and_the_dict_is_json(run):
     s = json.loads(json.dumps(report(run.path), allow_nan=False))
-    for key in ("steps", "reward.first_third", "reward.last_third", "logprob_abs_diff.mean", "staleness.max", "staleness.mean", "prefix_cache_hit_rate",
-                "step_time.first", "step_time.median", "tokens.unaccounted", "attempts", "weights.versions", "dropped"):
+    for key in (
+        "steps",
+        "reward.first_third",
+        "reward.last_third",
+        "logprob_abs_diff.mean",
+        "staleness.max",
+        "staleness.mean",
+        "prefix_cache_hit_rate",
+        "step_time.first",
+        "step_time.median",
+        "tokens.unaccounted",
+        "attempts",
+        "weights.versions",
+        "dropped",
+    ):
         value = s
         for part in key.split("."):
             value = value[part]
@@ -210,7 +244,15 @@ def test_the_promised_json_keys_are_there_and_the_dict_is_json(run):
 def test_the_text_is_one_page_and_says_the_main_figures(run):
     text = render_text(report(run.path))
     assert len(text.splitlines()) < 60
-    for part in ("4 of 36 steps", "gain +0.300", "bottleneck: rollout", "twice 0", "limit 4", "90.0% of what could hit", "WARNING: 1 of 5 finished groups"):
+    for part in (
+        "4 of 36 steps",
+        "gain +0.300",
+        "bottleneck: rollout",
+        "twice 0",
+        "limit 4",
+        "90.0% of what could hit",
+        "WARNING: 1 of 5 finished groups",
+    ):
         assert part in text, part
 
 
@@ -231,6 +273,7 @@ def test_helpers():
     assert spread(np.array([np.nan])) == {"count": 0}
     assert weighted_mean(np.array([1.0, np.nan]), np.array([0.0, 1.0])) is None
     assert sparkline([0.0, None, 1.0]) == "▁ █"
+    assert [size(v) for v in (None, 40, 1500, 2e13)] == ["-", "40 B", "1.5 kB", "20 TB"]
     assert sparkline([1.0, 1.0]) == "▄▄"
     assert len(sparkline(list(range(1000)))) == 60
     joined = concatenate([{"time": np.array([2.0]), "a": np.array([1])}, {"time": np.array([1.0]), "b": np.array(["x"])}])

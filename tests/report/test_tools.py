@@ -11,7 +11,14 @@ def tool(name, *args):
 def test_dump_logs_lists_tables_and_prints_csv(run):
     listing = tool("dump_logs", run.path).stdout
     assert "steps: 5 rows: time, step, version" in listing
-    assert tool("dump_logs", run.path, "steps", "step", "file_epoch").stdout.splitlines() == ["step,file_epoch", "1,1", "2,1", "3,1", "3,2", "4,2"]
+    assert tool("dump_logs", run.path, "steps", "step", "file_epoch").stdout.splitlines() == [
+        "step,file_epoch",
+        "1,1",
+        "2,1",
+        "3,1",
+        "3,2",
+        "4,2",
+    ]
 
 
 def test_dump_logs_names_the_valid_tables(run):

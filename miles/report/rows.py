@@ -1,0 +1,86 @@
+"""Which rows of the logs count, and the small arithmetic that every figure uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from miles.report.read import RunData, Table
+
+
+def lineage_rows(data: RunData) -> Table:
+    """Rows of `steps` on the lineage of the final weights, one a step, ordered by step: those that the epoch logged which the journal
+    says trained the step. Empty dict when there are none."""
+    table = data.tables.get("steps")
+    if not table:
+        return {}
+    wanted = {(step, epoch) for step, (epoch, _) in data.lineage.steps.items()}
+    chosen: dict[int, int] = {}
+    for i, key in enumerate(zip(table["step"].astype(int).tolist(), table["file_epoch"].tolist(), strict=True)):
+        if key in wanted:
+            chosen[key[0]] = i
+    order = [chosen[s] for s in sorted(chosen)]
+    return {name: column[order] for name, column in table.items()} if order else {}
+
+
+def finished_trajectories(data: RunData) -> Table:
+    """Rows of `trajectories` with status ok. A sample that was finished twice (its rank died before the record was safe) counts once,
+    the last."""
+    table = data.tables.get("trajectories")
+    if not table:
+        return {}
+    last = {
+        (g, s): i
+        for i, (g, s, status) in enumerate(zip(table["group_id"].tolist(), table["sample"].tolist(), table["status"].tolist(), strict=True))
+        if status == "ok"
+    }
+    order = sorted(last.values())
+    return {name: column[order] for name, column in table.items()} if order else {}
+
+
+def queue_rows(data: RunData) -> Table:
+    """Rows of `queue` (one a second, by the rollout leader) from the first trajectory on: before it, engines start."""
+    table = data.tables.get("queue")
+    if not table or not (table["in_flight"] > 0).any():
+        return {}
+    start = int(np.argmax(table["in_flight"] > 0))
+    return {name: column[start:] for name, column in table.items()}
+
+
+def spread(values: np.ndarray | None) -> dict[str, Any]:
+    """mean, std, min, median, p90, max and count of the finite values."""
+    v = np.asarray([] if values is None else values, dtype=float)
+    v = v[np.isfinite(v)]
+    if not len(v):
+        return {"count": 0}
+    return {
+        "count": len(v),
+        "mean": v.mean(),
+        "std": v.std(),
+        "min": v.min(),
+        "median": np.median(v),
+        "p90": np.percentile(v, 90),
+        "max": v.max(),
+    }
+
+
+def weighted_mean(values: np.ndarray, weights: np.ndarray) -> float | None:
+    """Mean over the entries whose weight is above 0; None when there are none."""
+    use = (weights > 0) & np.isfinite(values)
+    return float(np.average(values[use], weights=weights[use])) if use.any() else None
+
+
+def clean(value: Any) -> Any:
+    """Plain JSON values: numpy to Python, NaN and infinities to None."""
+    if isinstance(value, dict):
+        return {str(k): clean(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [clean(v) for v in value]
+    if isinstance(value, np.ndarray):
+        return clean(value.tolist())
+    if isinstance(value, np.generic):
+        return clean(value.item())
+    if isinstance(value, float) and not np.isfinite(value):
+        return None
+    return value
