@@ -1,7 +1,6 @@
 """Core attention for megatron-core on CPU: torch's scaled_dot_product_attention over packed sequences, with context parallelism.
 
-megatron-core's own local attention refuses packed sequences (`thd`) and context parallelism. Context parallelism uses the
-split of Transformer Engine: a sequence of n tokens is cut into 2*cp chunks and rank r holds chunks r and 2*cp-1-r; here keys and
+megatron-core's own local attention refuses packed sequences (`thd`) and context parallelism. Under context parallelism keys and
 values are gathered over the group instead of travelling in a ring.
 """
 
@@ -11,19 +10,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import miles.platform
+from miles.platform.context_parallel import zigzag_positions
 
 miles.platform.activate()
 
 from megatron.core import parallel_state  # noqa: E402  (after activate)
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region  # noqa: E402
 from megatron.core.transformer.module import MegatronModule  # noqa: E402
-
-
-def zigzag_positions(n: int, cp: int, rank: int) -> torch.Tensor:
-    """Positions, int64 [n/cp], that context-parallel rank `rank` holds of a sequence of n tokens; n is a multiple of 2*cp."""
-    chunk = n // (2 * cp)
-    mirrored = 2 * cp - 1 - rank
-    return torch.cat([torch.arange(rank * chunk, (rank + 1) * chunk), torch.arange(mirrored * chunk, (mirrored + 1) * chunk)])
 
 
 class CpuCoreAttention(MegatronModule):

@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.core import EnvironmentFault
 from miles.trainer.model import PolicyModel
@@ -34,7 +35,8 @@ METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
 def save_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
-    """Write into `folder`, which rank 0 has created empty; all ranks call it, and all files are synced when it returns on rank 0.
+    """Write into `folder`, which rank 0 has created empty; a collective call, complete when it returns. The caller publishes the folder
+    (sync, rename, marker last). May be called before the first step.
 
     Raises EnvironmentFault: the folder cannot be written.
     """
@@ -43,8 +45,10 @@ def save_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
     try:
         dist_checkpointing.save(_state(model, optimizer, metadata, loading=False), str(folder),
                                 content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"})
-    except OSError as e:
-        raise EnvironmentFault(f"checkpoint {folder} could not be written: {e}", "a writable folder with enough space", "free space or choose another run root") from e
+    except (OSError, CheckpointException) as e:  # CheckpointException is a BaseException: it would pass every `except Exception`
+        reason = str(e).strip().splitlines()[-1:]
+        raise EnvironmentFault(f"checkpoint {folder} could not be written: {' '.join(reason)}", "a writable folder with enough space",
+                               "free space or choose another run root; the run goes on from the last complete checkpoint") from e
 
 
 def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:

@@ -80,6 +80,8 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig):
         ),
         model.chunks,
     )
+    for part in optimizer.chained_optimizers:
+        part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -18,10 +18,10 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 import miles.platform
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from miles.core import MilesError
-from miles.platform.cpu_attention import zigzag_positions
+from miles.platform.context_parallel import zigzag_positions
 from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch, token_weights
 from miles.trainer.logprob import token_logprobs
-from miles.trainer.loss import MAXIMA, SUMS, LossSettings, policy_loss, quantile_of_histogram, truth_sums
+from miles.trainer.loss import HISTOGRAM_EDGES, MAXIMA, SUMS, LossSettings, policy_loss, quantile_of_histogram, truth_sums
 from miles.trainer.model import PolicyModel
 from miles.trainer.replay import RoutingReplay, check_routes
 
@@ -195,8 +195,6 @@ class TrainStep:
 
     def _reduce(self, outputs: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, float], dict[str, float], torch.Tensor]:
         """Sums over micro-batches and ranks, made on the last pipeline stage and given to all."""
-        from miles.trainer.loss import HISTOGRAM_EDGES
-
         add = torch.zeros(1 + len(SUMS) + len(HISTOGRAM_EDGES) + 1, dtype=torch.float64, device=self.device)
         top = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self.device)
         for part in outputs:

@@ -22,6 +22,7 @@ def results(models, tmp_path_factory):
     for name, layout in DENSE_LAYOUTS.items():
         jobs[f"dense {name}"] = Job(worlds.run_steps, layout, (dense, {}, layout, 2, 6, None))
         jobs[f"roundtrip dense {name}"] = Job(worlds.roundtrip, layout, (dense, layout, 20_000))
+    jobs["idle"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True}, {"ep": 2}, 2, 1, ROUTES))
     jobs["roundtrip glm ep2"] = Job(worlds.roundtrip, {"ep": 2}, (glm, {"ep": 2}, 20_000))
     jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
     jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
@@ -32,6 +33,12 @@ def results(models, tmp_path_factory):
 def alone(world, models):
     return {"moe": worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 6, ROUTES),
             "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None)}
+
+
+def test_a_rank_without_sequences_takes_part(results, world, models):
+    want = worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 1, ROUTES)
+    assert [m["loss"] for m in results["idle"][1]] == pytest.approx([m["loss"] for m in want], rel=2e-5)
+    assert [m["grad_norm"] for m in results["idle"][0]] == pytest.approx([m["grad_norm"] for m in want], rel=2e-5)
 
 
 CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS]

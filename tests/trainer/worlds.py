@@ -100,14 +100,14 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:
             "unknown": sorted(set(names) - set(original)), "different": [n for n, t in exported if n in original and not torch.equal(t, original[n])]}
 
 
-def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None) -> dict:
-    """Two steps, save, two more; then a fresh model from the checkpoint does the last two again."""
+def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32") -> dict:
+    """Some steps, save, two more; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes))
-    for i in range(2):
+    step = build(folder, layout, replay=bool(routes), precision=precision)
+    for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
-        Path(checkpoint).mkdir()
+        Path(checkpoint).mkdir(parents=True)
     dist.barrier()
     start = time.perf_counter()
     save_checkpoint(checkpoint, step.model, step.optimizer)
@@ -115,7 +115,7 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     drawn = torch.rand(2).tolist()
     went_on = [vars(step.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes))
+    again = build(folder, layout, replay=bool(routes), precision=precision)
     load_checkpoint(checkpoint, again.model, again.optimizer)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]

@@ -1,0 +1,56 @@
+"""Checkpoints on one rank; two ranks and other layouts are in test_layouts."""
+
+import pickle
+import resource
+
+import pytest
+import worlds
+
+from miles.core import EnvironmentFault
+from miles.trainer.checkpoint import load_checkpoint, save_checkpoint
+
+
+@pytest.mark.parametrize(("precision", "steps_before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
+def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, precision, steps_before):
+    result = worlds.checkpoint_resume(models["qwen3_moe"], str(tmp_path / "c"), {}, [2, 2, 8], steps_before, precision)
+    assert result["resumed"] == result["went_on"]
+    assert result["different"] == []
+    assert result["random"][0] == result["random"][1]
+
+
+def test_tied_embeddings_are_resumed_too(world, models, tmp_path):
+    result = worlds.checkpoint_resume(models["llama"], str(tmp_path / "c"), {}, None)
+    assert result["resumed"] == result["went_on"]
+
+
+def test_a_disk_that_takes_no_more_is_an_environment_fault(world, models, tmp_path):
+    step = worlds.build(models["qwen3_moe"], {})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
+    try:
+        with pytest.raises(EnvironmentFault, match="could not be written"):
+            save_checkpoint(tmp_path, step.model, step.optimizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class Malicious:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return (open, (self.path, "w"))
+
+
+def test_metadata_that_names_foreign_code_is_refused_and_not_run(world, models, tmp_path):
+    step = worlds.build(models["llama"], {})
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Malicious(str(tmp_path / "ran"))))
+    with pytest.raises(EnvironmentFault, match=r"names what a checkpoint never holds: (_?io)\.open"):
+        load_checkpoint(tmp_path, step.model, step.optimizer)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_folder_without_a_checkpoint_is_refused(world, models, tmp_path):
+    step = worlds.build(models["llama"], {})
+    with pytest.raises(EnvironmentFault, match="no checkpoint metadata"):
+        load_checkpoint(tmp_path, step.model, step.optimizer)
