@@ -159,14 +159,14 @@ def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
 
 
 def cache(ok: Table) -> dict[str, Any]:
-    """prefix_cache_hit_rate = cached / cacheable tokens, where cacheable is the prefix that this engine had already computed for this
-    session. A trajectory's cached tokens are capped at its cacheable ones: what the cache holds from other sessions (the system prompt)
-    must not make up for a miss. prompt_cache_share = all cached tokens / all prompt tokens, uncapped."""
+    """prefix_cache_hit_rate = reused / cacheable tokens, where cacheable is the prefix that this engine had already computed for this
+    session, and reused the part of it that came from the cache (counted turn by turn: what the cache holds from other sessions, such as the
+    system prompt, does not make up for a miss). prompt_cache_share = all cached tokens / all prompt tokens."""
     if not ok or not ok["prompt_tokens"].sum():
         return {"prefix_cache_hit_rate": None, "prompt_cache_share": None}
     cacheable = ok["cacheable_tokens"].sum()
     return {
-        "prefix_cache_hit_rate": np.minimum(ok["cached_tokens"], ok["cacheable_tokens"]).sum() / cacheable if cacheable else None,
+        "prefix_cache_hit_rate": ok["reused_tokens"].sum() / cacheable if cacheable else None,
         "prompt_cache_share": ok["cached_tokens"].sum() / ok["prompt_tokens"].sum(),
     }
 

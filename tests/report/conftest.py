@@ -82,8 +82,8 @@ def run(empty):
         1,
         1,
         trajectories=[
-            trajectory_row(3, 0, rank=1, oldest_version=1, cached_tokens=50, cacheable_tokens=30, prompt_tokens=90, sampled_tokens=40),
-            trajectory_row(3, 1, rank=1, oldest_version=1, cached_tokens=0),
+            trajectory_row(3, 0, rank=1, oldest_version=1, cached_tokens=50, reused_tokens=30, prompt_tokens=90, sampled_tokens=40),
+            trajectory_row(3, 1, rank=1, oldest_version=1, cached_tokens=0, reused_tokens=0),
         ],
     )
     return run

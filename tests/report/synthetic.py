@@ -62,6 +62,7 @@ def trajectory_row(group, sample, rank=0, **changes):
         "prompt_tokens": 60,
         "cached_tokens": 30,
         "cacheable_tokens": 30,
+        "reused_tokens": 30,
         "seconds": 2.0,
         "engine_s": 1.5,
         "env_s": 0.5,
