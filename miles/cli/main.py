@@ -85,7 +85,8 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 
     loaded = load_config(config, overrides)
     site = load_site(loaded.cluster.site)
-    findings, plan = preflight(loaded, site), plan_of(loaded, site)
+    findings = preflight(loaded, site)
+    plan = None if any(f.status == "fail" and f.name == "memory" for f in findings) else plan_of(loaded, site)
     if as_json:
         click.echo(json.dumps({"config": str(config), "ok": all(f.status != "fail" for f in findings), "findings": [f.to_json() for f in findings],
                                "memory": plan and plan.to_json()}, indent=1))
