@@ -38,10 +38,15 @@ def prepare(config: MilesConfig, say: Say = print) -> Path:
     started = time.monotonic()
     say(f"making {path} by the recipe {recipe}")
     try:
+        import transformers  # late, like the recipes
+
+        transformers.utils.logging.disable_progress_bar()  # `say` reports
         facts = _recipe(recipe)(config, unfinished, say)
         facts = {"recipe": recipe, **facts, "seconds": round(time.monotonic() - started, 1)}
         (unfinished / RECIPE_FILE).write_text(json.dumps(facts, indent=2) + "\n")
-        unfinished.chmod(0o755)
+        unfinished.chmod(0o755)  # temporary folders and safetensors are private; other nodes' users of the run may differ
+        for file in unfinished.iterdir():
+            file.chmod(0o644)
         try:
             os.rename(unfinished, path)
         except OSError:  # someone else was faster; theirs is as good

@@ -14,7 +14,7 @@ import transformers
 from miles.models.demonstrations import Demonstration
 from miles.models.prepare import Say
 
-EPOCHS = 12
+EPOCHS = 30
 BATCH = 24  # demonstrations
 PEAK_LR = 3e-3
 
@@ -69,7 +69,7 @@ def train(model: transformers.PreTrainedModel, tokenizer: transformers.PreTraine
             optimizer.zero_grad(set_to_none=True)
             total += (nll.detach() * w).sum().item()
             count += w.sum().item()
-        if epoch % 3 == 0 or epoch == EPOCHS:
+        if epoch % 6 == 0 or epoch == EPOCHS:
             say(f"  pass {epoch} of {EPOCHS}: loss {total / count:.3f}")
     model.eval()
 
