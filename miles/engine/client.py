@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
 import secrets
 import shutil
@@ -229,7 +230,7 @@ class EngineClient:
         try:
             async with self._http.request(method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
                 text = await reply.text()
-                answer = await reply.json(content_type=None) if text[:1] in "{[" and text else text
+                answer = json.loads(text) if text.startswith(("{", "[")) else text
                 failed = reply.status >= 400 or (isinstance(answer, dict) and answer.get("success") is False)
                 if failed:
                     raise EnvironmentFault(f"{method} {self.url}{path} answered {reply.status}: {text[:800]}", "success", "read the engine's log")

@@ -6,7 +6,13 @@ Must not talk to the trainer.
 from miles.session.assemble import Assembled, assemble, is_exact, to_trajectory
 from miles.session.history import Checkpoint, History
 from miles.session.server import SessionServer
-from miles.session.service import ChatReply, Session, SessionBusy, SessionLimits, SessionService
+from miles.session.service import (
+    ChatReply,
+    Session,
+    SessionBusy,
+    SessionLimits,
+    SessionService,
+)
 from miles.session.tokenize import ChatTokenizer
 from miles.session.verify import verify
 

@@ -45,6 +45,7 @@ def engine(make_config, token_file, tiny_moe, runner, tmp_path_factory):
     process = EngineProcess(make_config(), rank=0, log_path=tmp_path_factory.mktemp("log") / "engine.log", token_file=token_file, platform="cpu")
     runner.run(process.start(weight_version=7))
     client = EngineClient(process.url, TOKEN, tiny_moe, max_context=2048)
+    assert runner.run(client.refresh_version()) == 7
     yield SimpleNamespace(process=process, client=client, run=runner.run, folder=tiny_moe)
     runner.run(client.close())
     runner.run(process.stop())

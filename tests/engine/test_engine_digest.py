@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from miles.core import StructureError
-from miles.engine.digest import combined_checksum, expected_checksums, fusion_plan, require_equal
+from miles.engine.digest import (
+    combined_checksum,
+    expected_checksums,
+    fusion_plan,
+    require_equal,
+)
 
 
 def test_plan_joins_attention_mlp_and_experts_in_order():

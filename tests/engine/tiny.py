@@ -12,8 +12,8 @@ CORPUS = ("list the files in the folder, then print file.txt and count its lines
           "user asked: what is in notes.md? assistant said: done\n", "    indented   text\twith tabs\n\n\nand blank lines\n")
 
 
-def make_tokenizer(folder: Path, chat_template: str = CHATML):
-    """Train a byte-level BPE of 384 tokens (plus specials) on a few lines; save it as an ordinary tokenizer folder; return it."""
+def make_tokenizer(folder: Path, chat_template: str = CHATML, specials: tuple[str, ...] = ()):
+    """Train a byte-level BPE of 384 tokens (plus `specials`) on a few lines; save it as an ordinary tokenizer folder; return it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -22,7 +22,7 @@ def make_tokenizer(folder: Path, chat_template: str = CHATML):
     core.decoder = decoders.ByteLevel()
     core.train_from_iterator(CORPUS, trainers.BpeTrainer(
         vocab_size=384, initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()), show_progress=False,
-        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"]))
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>", *specials]))
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>", pad_token="<|endoftext|>")
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)

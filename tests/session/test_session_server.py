@@ -1,0 +1,130 @@
+"""The HTTP shell: OpenAI's shapes, status codes, streaming."""
+
+import json
+
+import aiohttp
+import pytest
+
+from miles.core import EnvironmentFault
+from miles.engine import lease_port
+from miles.session import SessionServer
+from tests.session.conftest import user
+
+TOKEN = "server-token"
+
+
+@pytest.fixture
+def served(world):
+    """Runs `async def scenario(w, call)`; `call(method, path, body)` returns (status, decoded body)."""
+
+    def run(scenario, **limits):
+        async def main(w):
+            server, lease = SessionServer(w.service, TOKEN), lease_port(36000)
+            url = await server.start(lease.port)
+            async with aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}"}) as http:
+                async def call(method, path, body=None, **kw):
+                    async with http.request(method, url + path, json=body, **kw) as r:
+                        text = await r.text()
+                        return r.status, json.loads(text) if text.startswith(("{", "[")) else text
+
+                w.http, w.url = http, url
+                try:
+                    await scenario(w, call)
+                finally:
+                    await server.stop()
+                    lease.release()
+
+        world(main, **limits)
+
+    return run
+
+
+def test_a_conversation_from_opening_to_the_end(served):
+    async def scenario(w, call):
+        status, opened = await call("POST", "/sessions", {"routing_key": "k1"})
+        assert status == 201 and opened["routing_key"] == "k1" and opened["url"] == f"{w.url}/sessions/{opened['id']}/v1"
+        base = f"/sessions/{opened['id']}"
+        status, first = await call("POST", base + "/v1/chat/completions", {"model": "m", "messages": [user("hello")]})
+        assert status == 200 and first["object"] == "chat.completion" and first["model"] == "m"
+        choice = first["choices"][0]
+        assert choice["finish_reason"] == "stop" and choice["message"]["role"] == "assistant"
+        session = w.service.sessions[opened["id"]]
+        assert choice["message"]["content"] == w.chat.text(session.turns[0].output_ids)
+        assert first["usage"]["completion_tokens"] == 6 and first["usage"]["prompt_tokens"] == len(session.turns[0].input_ids)
+        status, _ = await call("POST", base + "/v1/chat/completions", {"messages": [user("hello"), choice["message"], user("more")], "temperature": 1.0, "n": 1})
+        assert status == 200
+        status, shown = await call("GET", base)
+        assert status == 200 and [t["completion_tokens"] for t in shown["turns"]] == [6, 6] and shown["tokens"] == session.tokens
+        status, done = await call("POST", base + "/finish")
+        assert status == 200 and done["exact"] is True and len(done["turns"]) == 2
+        assert (await call("GET", base))[0] == 404
+
+    served(scenario)
+
+
+def test_streaming_sends_the_reply_as_events(served):
+    async def scenario(w, call):
+        _, opened = await call("POST", "/sessions", {})
+        body = {"messages": [user("hello")], "stream": True, "stream_options": {"include_usage": True}}
+        status, text = await call("POST", f"/sessions/{opened['id']}/v1/chat/completions", body)
+        events = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+        assert status == 200 and events[-1] == "[DONE]"
+        chunks = [json.loads(e) for e in events[:-1]]
+        said = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
+        assert said == w.chat.text(w.service.sessions[opened["id"]].turns[0].output_ids)
+        assert chunks[2]["choices"][0]["finish_reason"] == "stop" and chunks[3]["usage"]["completion_tokens"] == 6
+
+    served(scenario)
+
+
+def test_errors_have_openais_shape_and_the_right_status(served):
+    async def scenario(w, call):
+        async with aiohttp.ClientSession() as stranger, stranger.post(w.url + "/sessions", json={}) as r:
+            assert r.status == 401 and (await r.json())["error"]["code"] == "invalid_api_key"
+        _, opened = await call("POST", "/sessions", {})
+        chat = f"/sessions/{opened['id']}/v1/chat/completions"
+        ok = {"messages": [user("hello")]}
+        for body, status, code in [
+            ({**ok, "top_k": 5}, 400, "invalid_value"), ({**ok, "temperature": 0.2}, 400, "invalid_value"), ({**ok, "n": 2}, 400, "invalid_value"),
+            ({**ok, "max_tokens": 0}, 400, "invalid_value"), ({**ok, "max_tokens": True}, 400, "invalid_value"), ({}, 400, "history:message"),
+            ({"messages": [{"role": "assistant", "content": "x"}]}, 409, "history:foreign-reply"),
+        ]:
+            found, answer = await call("POST", chat, body)
+            assert (found, answer["error"]["code"]) == (status, code), body
+            assert set(answer["error"]) == {"message", "type", "code", "param"}
+        assert (await call("POST", "/sessions", {"routing_key": ""}))[1]["error"]["code"] == "routing_key_required"
+        assert (await call("POST", "/sessions/none/v1/chat/completions", ok))[0] == 404
+        assert (await call("GET", "/nothing"))[1]["error"]["code"] == "not_found"
+        assert (await call("POST", chat, None, data=b"{"))[1]["error"]["message"].startswith("the body is not JSON")
+        w.stub.fail_next = True
+        assert (await call("POST", chat, ok))[0] == 503
+        assert (await call("POST", chat, ok))[0] == 200
+        assert (await call("DELETE", f"/sessions/{opened['id']}"))[0] == 204
+        assert (await call("POST", chat, ok))[0] == 404
+
+    served(scenario)
+
+
+def test_a_client_that_hangs_up_aborts_the_request(served):
+    async def scenario(w, call):
+        import asyncio
+
+        _, opened = await call("POST", "/sessions", {})
+        w.stub.delay = 5.0
+        with pytest.raises(TimeoutError):
+            await call("POST", f"/sessions/{opened['id']}/v1/chat/completions", {"messages": [user("hello")]}, timeout=aiohttp.ClientTimeout(total=0.3))
+        for _ in range(100):
+            if w.stub.aborted:
+                break
+            await asyncio.sleep(0.02)
+        assert len(w.stub.aborted) == 1 and not w.service.sessions[opened["id"]].turns
+
+    served(scenario)
+
+
+def test_a_taken_port_is_an_environment_fault(served):
+    async def scenario(w, call):
+        with pytest.raises(EnvironmentFault, match="cannot listen"):
+            await SessionServer(w.service, TOKEN).start(int(w.url.rsplit(":", 1)[1]))
+
+    served(scenario)
