@@ -71,7 +71,13 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
 
 
 def build_optimizer(model: PolicyModel, config: OptimizerConfig):
-    """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer)."""
+    """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer).
+
+    Raises ConfigError for streamed state: keeping it in memory instead would be found out by running out of memory.
+    """
+    if config.state != "resident":
+        raise ConfigError(f"trainer.optimizer.state = {config.state!r} is planned for by `check`, but the trainer cannot stream yet", "'resident'",
+                          "set trainer.optimizer.state = 'resident' and a layout in which it fits")
     bf16 = model.config.bf16
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(

@@ -128,3 +128,12 @@ def test_usr2_ends_in_a_checkpoint_and_exit_75(run):
     finally:
         p.kill()
     assert json.loads((run.checkpoints_dir / "step_000001" / "COMMIT").read_text())["step"] == 1
+
+
+def test_streamed_optimizer_state_is_refused_rather_than_kept_in_memory():
+    import miles.trainer.model as m
+    from miles.core import ConfigError
+
+    config = load_config("configs/tiny_async.toml", ("trainer.optimizer.state=stream",)).trainer.optimizer
+    with pytest.raises(ConfigError, match="cannot stream yet"):
+        m.build_optimizer(None, config)
