@@ -1,8 +1,8 @@
 """Keeps one engine at the newest published weights: pull while it generates, pause, apply, resume, acknowledge with a digest.
 
     behind?  ->  read and verify the patch (the engine goes on generating)
-             ->  pause in place  ->  hand over the changed tensors  ->  resume
-             ->  checksum of the engine's memory == the publisher's?  ->  acknowledge, or the engine is poisoned
+             ->  pause  ->  hand over the changed tensors  ->  checksum of the engine's memory == the publisher's?  ->  resume, acknowledge
+                                                               otherwise the engine is poisoned, and stays paused until it is restarted
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
 """
@@ -34,6 +34,7 @@ class EngineWeights:
     def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog):
         self._run, self._rank, self._epoch, self._incarnation = run, rank, epoch, incarnation
         self._client, self._log, self._pause = client, log, run.config.weights.pause
+        self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
         self.store = WeightStore(run)
         self._follower = Follower(self.store)
         self._joined: set[str] = set()  # broadcast groups
@@ -77,7 +78,7 @@ class EngineWeights:
         tensors = {n: state[n] for n in (state if first else changed)}
         async def apply():
             if tensors:
-                await self._client.update_tensors(tensors, newest)
+                await self._client.update_tensors(tensors, newest, flush=self._flush)
             else:
                 await self._client.set_version(newest)
         await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk")
@@ -93,7 +94,7 @@ class EngineWeights:
                                                   backend="nccl" if torch.cuda.is_available() else "gloo")
                 self._joined.add(group["name"])
             await self._client.update_from_broadcast(names, [manifest.tensors[n]["dtype"] for n in names], [manifest.tensors[n]["shape"] for n in names],
-                                                     manifest.version, group=group["name"])
+                                                     manifest.version, group=group["name"], flush=self._flush)
         self._follower.forget()
         size = sum(torch.Size(t["shape"]).numel() * getattr(torch, t["dtype"]).itemsize for t in manifest.tensors.values())
         await self._while_paused(apply, manifest, start, start, size, "broadcast")
@@ -104,18 +105,19 @@ class EngineWeights:
             paused = time.monotonic()
             await apply()
             applied = time.monotonic()
-            await self._client.resume()
-            resumed = time.monotonic()
-            got = combined_checksum(await self._client.checksums())
+            expected = manifest.extra["checksum"]  # empty where an engine's own checksum cannot be foretold: then the files' digests vouch
+            got = combined_checksum(await self._client.checksums()) if expected else manifest.digest
+            verified = time.monotonic()
+            ok = not expected or got == expected
+            if ok:
+                await self._client.resume()
         except (EnvironmentFault, StructureError) as e:
             self._acknowledge(-1, "", error=str(e))
             raise EnginePoisoned(f"rank {self._rank}: v{manifest.version} was not applied whole: {e}", "an engine at exactly one version",
                                  "nothing: the engine is restarted from a keyframe") from e
-        expected = manifest.extra["checksum"]
-        ok = not expected or got == expected
         self._log.row("weights", version=manifest.version, step=manifest.step, transport=transport, bytes=size, wait_s=max(0.0, time.time() - manifest.published
-                      - (time.monotonic() - start)), pull_s=pulled - start, pause_s=resumed - pulled, apply_s=applied - paused,
-                      verify_s=time.monotonic() - resumed, total_s=time.time() - manifest.published, ok=ok)
+                      - (time.monotonic() - start)), pull_s=pulled - start, pause_s=time.monotonic() - pulled, apply_s=applied - paused,
+                      verify_s=verified - applied, total_s=time.time() - manifest.published, ok=ok)
         if not ok:
             self._acknowledge(-1, got, error="digest")
             raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", expected,
