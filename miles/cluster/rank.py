@@ -18,6 +18,7 @@ import sys
 import time
 from pathlib import Path
 
+LEAVE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -46,9 +47,19 @@ def main(run: str, module: str) -> int:
     code = child.wait()
     record.update(code=code if code >= 0 else 128 - code, ended=time.time())
     write(folder / "ranks" / f"{name}.json", record)
-    if record["code"] == os.EX_TEMPFAIL:
-        return 0  # with --kill-on-bad-exit the first rank to leave after the checkpoint would get its peers killed
-    return record["code"]
+    if record["code"] not in (0, os.EX_TEMPFAIL):
+        return record["code"]
+    # Clean ranks leave together, and 75 leaves as 0. They end without MPI_Finalize (it hangs when a peer was killed), so to mpiexec the
+    # first of them to go looks like a crash, as to srun --kill-on-bad-exit does a 75: peers still writing would be killed.
+    size = int(env["SLURM_NTASKS"] if env["MILES_LAUNCHER"] == "slurm" else env["PMI_SIZE"])
+    deadline = time.monotonic() + LEAVE_S
+    while time.monotonic() < deadline and not all(ended(folder / "ranks" / f"{role}-{r}.e{epoch:04d}.json") for r in range(size)):
+        time.sleep(0.1)
+    return 0
+
+
+def ended(path: Path) -> bool:
+    return path.exists() and json.loads(path.read_text())["code"] is not None
 
 
 def write(path: Path, record: dict) -> None:
