@@ -15,6 +15,8 @@ from miles.core import MilesError
 CONFIG = click.argument("config", type=click.Path(path_type=Path))
 RUN = click.argument("run", default="latest")
 SET = click.option("--set", "overrides", multiple=True, metavar="SECTION.KEY=VALUE", help="Override one option of the config; may be repeated.")
+SCALE = click.option("--scale", type=click.Choice(["dev"]), help="dev: rehearse a production CONFIG on the development cluster: its job script and schedule, "
+                     "few nodes, parallel sizes of at most 2, a tiny model.")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print data for programs.")
 
 console = Console(highlight=False)
@@ -63,6 +65,7 @@ def render(config: Path, overrides: tuple[str, ...]) -> None:
     """
     from miles.cluster.render import render_job
     from miles.config import load_config, load_site
+    from miles.config.scale import dev_scale
 
     loaded = load_config(config, overrides)
     click.echo(render_job(loaded, config, load_site(loaded.cluster.site)), nl=False)
@@ -82,6 +85,7 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     from miles.cluster.preflight import plan_of, preflight
     from miles.config import load_config, load_site
+    from miles.config.scale import dev_scale
 
     loaded = load_config(config, overrides)
     site = load_site(loaded.cluster.site)
@@ -115,27 +119,30 @@ def prepare(config: Path, overrides: tuple[str, ...]) -> None:
 @main.command()
 @CONFIG
 @SET
+@SCALE
 @click.option("--follow", "watch", is_flag=True, help="Show the run until it ends; its outcome is the exit code.")
 @click.option("--wait", is_flag=True, help="Say nothing until the run ends; its outcome is the exit code.")
 @JSON
-def submit(config: Path, overrides: tuple[str, ...], watch: bool, wait: bool, as_json: bool) -> None:
+def submit(config: Path, overrides: tuple[str, ...], scale: str | None, watch: bool, wait: bool, as_json: bool) -> None:
     """Check CONFIG, make its run directory and queue its job.
 
     \b
       miles-submit submit configs/tiny_async.toml --follow
       miles-submit submit configs/tiny_async.toml --set run.steps=5 --json
+      miles-submit submit configs/glm52_async.toml --scale dev --follow
     """
     from miles.cluster.start import create_run
 
-    run = create_run(_checked(config, overrides, "slurm"))
+    run = create_run(_checked(config, overrides, scale, "slurm"))
     _queue(run, config, watch, wait, as_json)
 
 
 @main.command()
 @CONFIG
 @SET
+@SCALE
 @click.option("--follow", "watch", is_flag=True, help="Show progress instead of the supervisor's messages.")
-def local(config: Path, overrides: tuple[str, ...], watch: bool) -> None:
+def local(config: Path, overrides: tuple[str, ...], scale: str | None, watch: bool) -> None:
     """Run CONFIG on this machine without Slurm, in the foreground; Ctrl-C stops it.
 
     \b
@@ -143,7 +150,7 @@ def local(config: Path, overrides: tuple[str, ...], watch: bool) -> None:
     """
     from miles.cluster.start import create_run
 
-    run = create_run(_checked(config, overrides, "local"))
+    run = create_run(_checked(config, overrides, scale, "local"))
     click.echo(f"run: {run.path}")
     _run_here(run, watch)
 
@@ -275,11 +282,14 @@ def report(run: str, as_json: bool, html: Path | None) -> None:
 
 
 # -- shared by the commands above -----------------------------------------------------------------------------------------------
-def _checked(config: Path, overrides: tuple[str, ...], launcher: str):
+def _checked(config: Path, overrides: tuple[str, ...], scale: str | None, launcher: str):
     from miles.cluster.preflight import preflight, refuse
     from miles.config import load_config, load_site
+    from miles.config.scale import dev_scale
 
     loaded = load_config(config, overrides)
+    if scale == "dev":
+        loaded = dev_scale(loaded)
     refuse(preflight(loaded, load_site(loaded.cluster.site), launcher))
     return loaded
 

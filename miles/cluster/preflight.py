@@ -42,7 +42,8 @@ Check = Callable[[MilesConfig, SiteConfig], str]
 def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None) -> list[Finding]:
     """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here."""
     checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
-        ("memory", memory, False), ("tasks", tasks, False), ("model", model, True), ("run root", run_root, True), ("python", python, True),
+        ("memory", memory, False), ("tasks", tasks, False),
+        ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
     if launcher != "local":
         checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
@@ -112,6 +113,16 @@ def model(config: MilesConfig, site: SiteConfig) -> str:
     if config.model.recipe == "none":
         raise ConfigError(f"no model at {path}", "a Hugging Face folder with config.json", "put it there, correct model.path, or set model.recipe")
     return f"{path} will be made by the recipe {config.model.recipe}"
+
+
+def template(config: MilesConfig, site: SiteConfig) -> str:
+    """The chat template is append-only under the boundary rule, proven on synthetic conversations."""
+    if not (Path(config.model.path) / "config.json").is_file():
+        raise Unknown(f"{config.model.path} is not there: its chat template cannot be tried")
+    from miles.session import ChatTokenizer, verify  # transformers: seconds of imports
+
+    chat = ChatTokenizer.from_folder(config.model.path, config.model.boundary)
+    return f"append-only on {verify(chat)} conversations, boundary rule {chat.boundary.name}"
 
 
 def run_root(config: MilesConfig, site: SiteConfig) -> str:

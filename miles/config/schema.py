@@ -28,7 +28,7 @@ class ModelConfig(Section):
     """The model, as an ordinary Hugging Face folder."""
 
     path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer, chat template).")
-    recipe: Literal["none", "tiny_moe", "smollm2"] = Field("none", description="How `miles-submit prepare` makes the folder when it is absent; `none` expects it to exist.")
+    recipe: Literal["none", "tiny_moe", "tiny_glm4_moe", "smollm2"] = Field("none", description="How `miles-submit prepare` makes the folder when it is absent; `none` expects it to exist.")
     trainer_precision: Precision = Field("bf16", description="Number format of the trainer's forward and backward.")
     rollout_precision: Precision = Field("bf16", description="Number format of the engine's weights.")
     boundary: Literal["auto", "chatml", "glm"] = Field("auto", description="Named rule for the tokens between a sampled turn and the next message; `auto` picks it from the chat template and verifies it.")

@@ -59,7 +59,7 @@ def prepare(config: MilesConfig, say: Say = print) -> Path:
 
 
 def _recipe(name: str) -> Callable[[MilesConfig, Path, Say], dict]:
-    if name == "tiny_moe":  # imported late: torch and transformers take seconds, and an existing folder needs neither
+    if name in ("tiny_moe", "tiny_glm4_moe"):  # imported late: torch and transformers take seconds, and an existing folder needs neither
         from miles.models.tiny_moe import make
     else:
         from miles.models.smollm2 import make

@@ -1,8 +1,8 @@
-"""Recipe `tiny_moe`: a Qwen3-MoE of 1.5 million parameters with its own tokenizer, made and warm-started on the spot.
+"""Recipes `tiny_moe` and `tiny_glm4_moe`: a Qwen3-MoE or GLM-4 MoE of about 1.5 million parameters with its own tokenizer, made and warm-started here.
 
 It is an ordinary Hugging Face folder (fp32 safetensors, per-expert names) that SGLang and megatron-core load unchanged. The warm start is supervised
 training on demonstrations of mixed quality (miles.models.demonstrations), after which it solves about a third of its tasks when sampled at
-temperature 1. The result depends on the seed, the tasks and the CPU's floating point alone.
+temperature 1 (the GLM-4 MoE, which rehearses production jobs, gets a shorter one). The result depends on the seed, the tasks and the CPU's floating point alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from miles.env import EpisodeLimits, load_tasks
 from miles.models.demonstrations import Demonstration, demonstrate
 from miles.models.prepare import Say
 from miles.models.sampled_success import sampled_success
-from miles.models.warm_start import train
+from miles.models.warm_start import EPOCHS, train
 
 VOCAB_SIZE = 512
 IM_START, IM_END, PAD = "<|im_start|>", "<|im_end|>", "<|pad|>"
@@ -34,7 +34,7 @@ SAMPLES = 8  # episodes per task when success is measured
 def make(config: MilesConfig, folder: Path, say: Say) -> dict:
     """Fill `folder`. Returns the facts of the recipe, success of the warm start among them. Raises ConfigError for tasks without a solution."""
     if config.model.max_context > 32768:
-        raise ConfigError(f"model.max_context = {config.model.max_context} for the recipe tiny_moe", "<= 32768", "lower it")
+        raise ConfigError(f"model.max_context = {config.model.max_context} for a tiny model", "<= 32768", "lower it")
     tasks = load_tasks(config.tasks.path)
     limits = EpisodeLimits.from_config(config)
     seed = config.run.seed
@@ -46,9 +46,9 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
         say(f"  {len(demonstrations)} demonstrations of {len(tasks)} tasks run in the sandbox; by weight {share:.0%} of them solve their task")
         tokenizer = make_tokenizer(demonstrations)
         torch.manual_seed(seed)
-        model = transformers.Qwen3MoeForCausalLM(model_config(tokenizer, config.model.max_context))
+        model, epochs = build(config.model.recipe, tokenizer, config.model.max_context)
         say(f"  {sum(p.numel() for p in model.parameters()):,} parameters, {len(tokenizer)} tokens; training on the demonstrations")
-        train(model, tokenizer, demonstrations, seed, say)
+        train(model, tokenizer, demonstrations, seed, say, epochs)
         success = sampled_success(model, tokenizer, tasks, limits, SAMPLES, seed, config.rollout.max_turn_tokens)
     finally:
         torch.set_num_threads(threads)
@@ -63,12 +63,18 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
             "sampled_success": round(mean, 4), "success_by_task": success}
 
 
-def model_config(tokenizer: transformers.PreTrainedTokenizerFast, max_context: int) -> transformers.Qwen3MoeConfig:
-    return transformers.Qwen3MoeConfig(
-        vocab_size=len(tokenizer), hidden_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-        intermediate_size=256, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2, norm_topk_prob=True, decoder_sparse_step=1,
-        mlp_only_layers=[], max_position_embeddings=max_context, tie_word_embeddings=False, router_aux_loss_coef=0.01,
+def build(recipe: str, tokenizer: transformers.PreTrainedTokenizerFast, max_context: int) -> tuple[transformers.PreTrainedModel, int]:
+    """(a model with random weights, passes of its warm start)."""
+    common = dict(
+        vocab_size=len(tokenizer), hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=256,
+        moe_intermediate_size=128, num_experts_per_tok=2, norm_topk_prob=True, max_position_embeddings=max_context, tie_word_embeddings=False,
         bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, dtype="float32")
+    if recipe == "tiny_glm4_moe":  # one dense layer first, a shared expert, sigmoid router with a bias, as its large relatives; 4 layers for 2 stages
+        return transformers.Glm4MoeForCausalLM(transformers.Glm4MoeConfig(
+            num_hidden_layers=4, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1, use_qk_norm=True,
+            attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.0, **common)), 12
+    return transformers.Qwen3MoeForCausalLM(transformers.Qwen3MoeConfig(
+        num_hidden_layers=3, num_experts=8, decoder_sparse_step=1, mlp_only_layers=[], router_aux_loss_coef=0.01, **common)), EPOCHS
 
 
 def make_tokenizer(demonstrations: Iterable[Demonstration]) -> transformers.PreTrainedTokenizerFast:

@@ -40,37 +40,40 @@ def encode(tokenizer: transformers.PreTrainedTokenizerFast, d: Demonstration) ->
 
 
 def train(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration],
-          seed: int, say: Say) -> None:
-    """AdamW with a cosine schedule over EPOCHS passes, in place. The order depends on `seed` alone.
+          seed: int, say: Say, epochs: int = EPOCHS) -> None:
+    """AdamW with a cosine schedule over `epochs` passes, in place. The order depends on `seed` alone.
 
-    Loss: sum over assistant tokens of weight * -log p, over the sum of the weights of those tokens, plus the router's balance loss.
+    Loss: sum over assistant tokens of weight * -log p, over the sum of the weights of those tokens, plus the router's balance loss where the architecture
+    has one (GLM-4 MoE balances by a bias instead).
     """
     examples = [encode(tokenizer, d) for d in demonstrations]
-    steps = EPOCHS * math.ceil(len(examples) / BATCH)
+    steps = epochs * math.ceil(len(examples) / BATCH)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 0.5 * (1 + math.cos(math.pi * s / steps)) + 0.02))
     rng = random.Random(seed)
     model.train()
-    for epoch in range(1, EPOCHS + 1):
+    balance = getattr(model.config, "router_aux_loss_coef", 0.0)
+    for epoch in range(1, epochs + 1):
         order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens) + rng.random() * 30)  # similar lengths together: less padding
         batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
         rng.shuffle(batches)
         total = count = 0.0
         for batch in batches:
             tokens, weights = pad([examples[i] for i in batch], tokenizer.pad_token_id)
-            out = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long(), output_router_logits=True, use_cache=False)
+            out = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long(), use_cache=False,
+                        **({"output_router_logits": True} if balance else {}))
             nll = nnf.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
             w = weights[:, 1:].flatten()
             loss = (nll * w).sum() / w.sum()
-            (loss + model.router_aux_loss_coef * out.aux_loss).backward()
+            (loss + balance * out.aux_loss if balance else loss).backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad(set_to_none=True)
             total += (nll.detach() * w).sum().item()
             count += w.sum().item()
-        if epoch % 6 == 0 or epoch == EPOCHS:
-            say(f"  pass {epoch} of {EPOCHS}: loss {total / count:.3f}")
+        if epoch % 6 == 0 or epoch == epochs:
+            say(f"  pass {epoch} of {epochs}: loss {total / count:.3f}")
     model.eval()
 
 
