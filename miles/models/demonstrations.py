@@ -67,7 +67,12 @@ def plan(tasks: Sequence[Task], max_turns: int, seed: int) -> list[tuple[Task, t
     return out
 
 
-def demonstrate(tasks: Sequence[Task], limits: EpisodeLimits, seed: int) -> list[Demonstration]:
+def plan_solutions(tasks: Sequence[Task], max_turns: int) -> list[tuple[Task, tuple[str, ...], float, tuple[str, ...]]]:
+    """Like `plan`, with nothing but the solution of each task."""
+    return [(t, tuple([*_solution(t, least=1), DONE][:max_turns]), 1.0, ("right",)) for t in tasks]
+
+
+def demonstrate(planned: Sequence[tuple[Task, tuple[str, ...], float, tuple[str, ...]]], limits: EpisodeLimits) -> list[Demonstration]:
     """Run every planned demonstration for real: what the messages show is what the commands printed, the reward is what the tests said."""
     gate = asyncio.Semaphore(_AT_ONCE)
 
@@ -85,15 +90,15 @@ def demonstrate(tasks: Sequence[Task], limits: EpisodeLimits, seed: int) -> list
         return Demonstration(task.name, ways, weight, tuple(shown or first_messages(task, limits)), episode.reward)
 
     async def run_all() -> list[Demonstration]:
-        return await asyncio.gather(*(one(*p) for p in plan(tasks, limits.max_turns, seed)))
+        return await asyncio.gather(*(one(*p) for p in planned))
 
     return asyncio.run(run_all())
 
 
-def _solution(task: Task) -> list[str]:
+def _solution(task: Task, least: int = 2) -> list[str]:
     lines = task.solution.read_text(encoding="utf-8").splitlines() if task.solution.is_file() else []
     commands = [line for line in lines if line.strip() and not line.startswith("#")]
-    if len(commands) < 2:
-        raise ConfigError(f"task {task.name} has no solution/solve.sh of at least two commands", "one command per line, to make demonstrations from",
+    if len(commands) < least:
+        raise ConfigError(f"task {task.name} has no solution/solve.sh of at least {least} command(s)", "one command per line, to make demonstrations from",
                           "write it, or choose a model that needs no warm start")
     return commands

@@ -17,7 +17,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from miles.config import MilesConfig
 from miles.core import ConfigError
 from miles.env import EpisodeLimits, load_tasks
-from miles.models.demonstrations import Demonstration, demonstrate
+from miles.models.demonstrations import Demonstration, demonstrate, plan
 from miles.models.prepare import Say
 from miles.models.sampled_success import sampled_success
 from miles.models.warm_start import EPOCHS, train
@@ -41,7 +41,7 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on how they are split; and at this size more threads only wait for each other
     try:
-        demonstrations = demonstrate(tasks, limits, seed)
+        demonstrations = demonstrate(plan(tasks, limits.max_turns, seed), limits)
         share = sum(d.weight * d.reward for d in demonstrations) / len(tasks)
         say(f"  {len(demonstrations)} demonstrations of {len(tasks)} tasks run in the sandbox; by weight {share:.0%} of them solve their task")
         tokenizer = make_tokenizer(demonstrations)

@@ -40,27 +40,27 @@ def encode(tokenizer: transformers.PreTrainedTokenizerFast, d: Demonstration) ->
 
 
 def train(model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerFast, demonstrations: Sequence[Demonstration],
-          seed: int, say: Say, epochs: int = EPOCHS) -> None:
+          seed: int, say: Say, epochs: int = EPOCHS, batch_size: int = BATCH, peak_lr: float = PEAK_LR) -> None:
     """AdamW with a cosine schedule over `epochs` passes, in place. The order depends on `seed` alone.
 
     Loss: sum over assistant tokens of weight * -log p, over the sum of the weights of those tokens, plus the router's balance loss where the architecture
     has one (GLM-4 MoE balances by a bias instead).
     """
     examples = [encode(tokenizer, d) for d in demonstrations]
-    steps = epochs * math.ceil(len(examples) / BATCH)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, betas=(0.9, 0.95), weight_decay=0.01)
+    steps = epochs * math.ceil(len(examples) / batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_lr, betas=(0.9, 0.95), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 0.5 * (1 + math.cos(math.pi * s / steps)) + 0.02))
     rng = random.Random(seed)
     model.train()
     balance = getattr(model.config, "router_aux_loss_coef", 0.0)
     for epoch in range(1, epochs + 1):
         order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens) + rng.random() * 30)  # similar lengths together: less padding
-        batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+        batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
         rng.shuffle(batches)
         total = count = 0.0
         for batch in batches:
-            tokens, weights = pad([examples[i] for i in batch], tokenizer.pad_token_id)
-            out = model(input_ids=tokens, attention_mask=(tokens != tokenizer.pad_token_id).long(), use_cache=False,
+            tokens, weights, real = pad([examples[i] for i in batch], tokenizer.pad_token_id)
+            out = model(input_ids=tokens, attention_mask=real, use_cache=False,
                         **({"output_router_logits": True} if balance else {}))
             nll = nnf.cross_entropy(out.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
             w = weights[:, 1:].flatten()
@@ -77,12 +77,17 @@ def train(model: transformers.PreTrainedModel, tokenizer: transformers.PreTraine
     model.eval()
 
 
-def pad(examples: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64 [B, T], loss weights float32 [B, T]), padded on the right."""
+def pad(examples: Sequence[Example], pad_id: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens int64 [B, T], loss weights float32 [B, T], attention mask int64 [B, T]), padded on the right.
+
+    The mask comes from the lengths: a tokenizer may pad with the token that also ends a message.
+    """
     length = max(len(e.tokens) for e in examples)
     tokens = torch.full((len(examples), length), pad_id, dtype=torch.int64)
     weights = torch.zeros(len(examples), length)
+    real = torch.zeros(len(examples), length, dtype=torch.int64)
     for row, e in enumerate(examples):
         tokens[row, : len(e.tokens)] = torch.tensor(e.tokens)
+        real[row, : len(e.tokens)] = 1
         weights[row, : len(e.tokens)] = torch.tensor(e.mask) * e.weight
-    return tokens, weights
+    return tokens, weights, real

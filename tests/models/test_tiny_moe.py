@@ -25,7 +25,7 @@ LIMITS = EpisodeLimits(max_turns=5, system_prompt="Reply with one command, or DO
 
 @pytest.fixture(scope="module")
 def demonstrations():
-    return demonstrate(FEW, LIMITS, seed=1)
+    return demonstrate(plan(FEW, LIMITS.max_turns, 1), LIMITS)
 
 
 @pytest.fixture(scope="module")
@@ -108,13 +108,14 @@ def test_the_template_is_append_only(tokenizer, demonstrations):
 
 
 def test_the_loss_counts_only_what_the_assistant_wrote():
-    tokens, weights = warm_start.pad([warm_start.Example([5, 6, 7], [0, 1, 1], 0.5), warm_start.Example([8, 9], [0, 1], 2.0)], pad_id=2)
+    tokens, weights, real = warm_start.pad([warm_start.Example([5, 6, 7], [0, 1, 1], 0.5), warm_start.Example([8, 9], [0, 1], 2.0)], pad_id=2)
     assert tokens.tolist() == [[5, 6, 7], [8, 9, 2]]
     assert weights.tolist() == [[0.0, 0.5, 0.5], [0.0, 2.0, 0.0]]
+    assert real.tolist() == [[1, 1, 1], [1, 1, 0]]
 
 
 def test_the_folder_is_an_ordinary_one_and_made_alike_twice(tmp_path, monkeypatch):
-    monkeypatch.setattr(warm_start, "EPOCHS", 2)
+    monkeypatch.setattr(tiny_moe, "EPOCHS", 2)
     monkeypatch.setattr(tiny_moe, "SAMPLES", 1)
     monkeypatch.setattr(tiny_moe, "load_tasks", lambda path: FEW)
     config = load_config(ROOT / "configs" / "tiny_async.toml")
