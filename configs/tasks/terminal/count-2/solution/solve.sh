@@ -1,2 +1,2 @@
 wc -l a.txt
-echo 3 > out.txt
+echo 4 > out.txt

@@ -1,2 +1,2 @@
 # The number alone.
-[ "$(tr -d " " < out.txt)" = 3 ] || exit 1
+[ "$(tr -d " " < out.txt)" = 4 ] || exit 1

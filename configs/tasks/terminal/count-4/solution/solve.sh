@@ -1,2 +1,2 @@
 wc -l a.txt
-echo 5 > out.txt
+echo 2 > out.txt

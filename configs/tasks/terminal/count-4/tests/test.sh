@@ -1,2 +1,2 @@
 # The number alone.
-[ "$(tr -d " " < out.txt)" = 5 ] || exit 1
+[ "$(tr -d " " < out.txt)" = 2 ] || exit 1
