@@ -99,6 +99,6 @@ def _solution(task: Task, least: int = 2) -> list[str]:
     lines = task.solution.read_text(encoding="utf-8").splitlines() if task.solution.is_file() else []
     commands = [line for line in lines if line.strip() and not line.startswith("#")]
     if len(commands) < least:
-        raise ConfigError(f"task {task.name} has no solution/solve.sh of at least {least} command(s)", "one command per line, to make demonstrations from",
+        raise ConfigError(f"task {task.name} has no solution/solve.sh of at least {least} commands", "one command per line, to make demonstrations from",
                           "write it, or choose a model that needs no warm start")
     return commands

@@ -64,7 +64,7 @@ def test_the_right_way_is_rewarded_and_bad_habits_are_not(demonstrations):
 
 def test_a_task_without_a_solution_cannot_be_demonstrated():
     easy = load_tasks(ROOT / "configs" / "tasks" / "terminal_easy")
-    with pytest.raises(ConfigError, match="at least two commands"):
+    with pytest.raises(ConfigError, match="at least 2 command"):
         plan(easy, 5, seed=1)
 
 
