@@ -18,6 +18,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from miles.rundir.publish import explain_os_errors
+
 FLUSH_S = 1.0
 _STOP = object()
 
@@ -25,7 +27,7 @@ _STOP = object()
 class RunLog:
     """One process's log. `row` never waits for the disk; `close` does.
 
-    A failing disk must not kill training, but must not be silent either: the writer thread's error is raised by the next `row`.
+    A failing disk is not silent: the writer thread's error (EnvironmentFault when the disk is full) is raised by the next `row`.
     """
 
     def __init__(self, path: Path, **attrs: Any):
@@ -60,7 +62,7 @@ class RunLog:
     # -- writer thread -------------------------------------------------------------------------------------------------------
     def _write(self, path: Path, attrs: dict[str, Any]) -> None:
         try:
-            with h5py.File(path, "w", libver="earliest", locking=False) as f:
+            with explain_os_errors(path), h5py.File(path, "w", libver="earliest", locking=False) as f:
                 f.attrs.update({"started": time.time(), **attrs})
                 f.create_group("tables")
                 f.flush()

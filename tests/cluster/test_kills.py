@@ -3,16 +3,20 @@
 import os
 import signal
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from miles.buffer import BufferView, Status
 from miles.cluster import slurm, submit
 from miles.cluster.progress import read_steps
 from miles.config import load_config
 from miles.models import prepare
 from miles.report import report
 from miles.rundir import RunDir
+from miles.weights.acks import read_acks
+from miles.weights.store import WeightStore
 from tests.cluster.stubs import StubRun
 
 pytestmark = [pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -64,5 +68,35 @@ def test_a_run_survives_the_kill_of_any_of_its_processes(devcluster, tmp_path):
     figures = report(run.path)
     assert figures["steps"] == steps
     assert figures["groups_trained_twice"] == 0 and figures["tokens"]["unaccounted"] == 0
+    view = BufferView(run)
+    view.poll()
+    by_step = Counter(g.step for g in view.state.with_status(Status.TRAINED))
+    assert by_step == {step: config.trainer.groups_per_step for step in range(1, steps + 1)}
     assert figures["staleness"]["max"] <= config.buffer.max_staleness
+    assert watch.living() == []
+
+
+def test_a_requeued_job_goes_on_from_its_checkpoint_with_the_newest_weights(devcluster, tmp_path):
+    config = load_config(CONFIG, (f"run.root={tmp_path}", "run.steps=6", "trainer.groups_per_step=2", "buffer.capacity_groups=4", "checkpoint.every_steps=2"))
+    prepare(config)
+    run = RunDir.create(config)
+    watch = StubRun(run)
+    job = submit.submit(run, CONFIG)
+    try:
+        watch.wait_for(lambda: (rows := read_steps(run)) and rows[-1]["step"] >= 3, 400)
+        slurm.command(["scontrol", "requeue", job.job_id])
+        watch.wait_for(lambda: run.attempts() == [1, 2], 120)
+        watch.wait_for(lambda: run.finished and job.done(force_check=True), 400)
+    finally:
+        if not job.done(force_check=True):
+            slurm.cancel(job.job_id)
+    figures = report(run.path)
+    assert (figures["steps"], figures["attempts"], figures["groups_trained_twice"], figures["tokens"]["unaccounted"]) == (6, 2, 0, 0)
+    store = WeightStore(run)
+    last = store.manifest(store.newest())
+    assert last.step == 6
+    again = next(m for m in map(store.manifest, store.versions()) if m.epoch == 2)  # the first version of the second attempt
+    assert again.encoding == "keyframe" and again.step in (2, 3)  # a checkpoint, at the latest that of the notice
+    acks = read_acks(run, run.current_epoch("rollout"))
+    assert all(a.version >= again.version and not a.error for a in acks.values()) and len(acks) == 2
     assert watch.living() == []

@@ -6,6 +6,7 @@ import sys
 import h5py
 import pytest
 
+from miles.core import EnvironmentFault
 from miles.log import RunLog
 
 
@@ -28,6 +29,14 @@ def test_a_row_with_other_columns_is_an_error_not_a_silent_loss(tmp_path):
     log.row("steps", step=1)
     log.row("steps", stepp=1)
     with pytest.raises(ValueError, match="stepp"):
+        log.close()
+
+
+def test_a_full_disk_is_told_to_the_next_row(tmp_path):
+    (tmp_path / "a.h5").symlink_to("/dev/full")
+    log = RunLog(tmp_path / "a.h5")
+    with pytest.raises(EnvironmentFault, match="free space"):
+        log.row("steps", step=1)
         log.close()
 
 
