@@ -65,7 +65,6 @@ def render(config: Path, overrides: tuple[str, ...]) -> None:
     """
     from miles.cluster.render import render_job
     from miles.config import load_config, load_site
-    from miles.config.scale import dev_scale
 
     loaded = load_config(config, overrides)
     click.echo(render_job(loaded, config, load_site(loaded.cluster.site)), nl=False)
@@ -85,7 +84,6 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     """
     from miles.cluster.preflight import plan_of, preflight
     from miles.config import load_config, load_site
-    from miles.config.scale import dev_scale
 
     loaded = load_config(config, overrides)
     site = load_site(loaded.cluster.site)

@@ -21,7 +21,21 @@ from pathlib import Path
 
 from miles.cluster import launch, slurm
 from miles.cluster.decide import (
-    Cancel, Cause, Limits, Notice, Nudge, Outcome, Phase, RankReport, Start, StepEnded, Stop, Tick, begin, decide, step_cause,
+    Cancel,
+    Cause,
+    Limits,
+    Notice,
+    Nudge,
+    Outcome,
+    Phase,
+    RankReport,
+    Start,
+    StepEnded,
+    Stop,
+    Tick,
+    begin,
+    decide,
+    step_cause,
 )
 from miles.cluster.rank import die_with_parent
 from miles.config import SiteConfig, load_site

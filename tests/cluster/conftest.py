@@ -13,6 +13,7 @@ from miles.config import load_config
 from miles.rundir import RunDir
 from tests.cluster.stubs import PROJECT, STUBS, StubRun
 
+
 @pytest.fixture
 def make_run(tmp_path):
     def make(steps: int, *overrides: str) -> StubRun:

@@ -6,7 +6,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.cluster.decide import (
-    NUDGE_S, Cancel, Cause, Limits, Notice, Nudge, Phase, RankReport, Start, StepEnded, Stop, Tick, begin, decide, step_cause,
+    NUDGE_S,
+    Cancel,
+    Cause,
+    Limits,
+    Notice,
+    Nudge,
+    Phase,
+    RankReport,
+    Start,
+    StepEnded,
+    Stop,
+    Tick,
+    begin,
+    decide,
+    step_cause,
 )
 from miles.core import Role
 

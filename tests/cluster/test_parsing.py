@@ -9,7 +9,6 @@ from miles.config import load_config
 from miles.core import ConfigError
 
 
-
 def test_het_components_are_one_job_in_order():
     jobs = parse_squeue("7+1|COMPLETING|node[1-2]|None\n7+0|RUNNING|node0|None\n9|CANCELLED||Dependency\n")
     assert jobs["7"].components == ("RUNNING", "COMPLETING") and jobs["7"].nodes == ("node0", "node[1-2]") and jobs["7"].active
