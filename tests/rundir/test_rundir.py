@@ -45,7 +45,7 @@ def test_attempts_count_upward(run):
 
 def test_differences_names_each_changed_field(run):
     other = load_config("configs/tiny_async.toml", (f"run.root={run.path.parent}", "trainer.optimizer.lr=1e-5", "rollout.in_flight=9"))
-    assert run.differences(other) == ["rollout.in_flight: 24 -> 9", "trainer.optimizer.lr: 0.0003 -> 1e-05"]
+    assert run.differences(other) == ["rollout.in_flight: 24 -> 9", "trainer.optimizer.lr: 0.0002 -> 1e-05"]
 
 
 def test_publish_leaves_no_temporary_and_replaces_whole(tmp_path):
