@@ -129,6 +129,8 @@ class Worker:
         except EnvironmentFault as e:
             cause = "retried:engine" if not self._process.alive or self._service is None else "retried:environment"
             print(f"g{group}s{sample} {task.name}: {e}", flush=True)
+        if cause and self._stopping.is_set():
+            return  # the run is complete and the engine is gone: nobody waits for this one
         self._log_trajectory(group, sample, task, record, cause, time.monotonic() - start)
         self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
 
