@@ -82,7 +82,7 @@ def test_logs_lists_and_prints_the_end(run):
 
 def test_resume_refuses_another_config_field_by_field(run):
     done = miles("resume", run.path, "--config", TINY)
-    assert done.returncode == 2 and "run.steps: 4 -> 36" in done.stderr
+    assert done.returncode == 2 and "run.steps: 4 -> 48" in done.stderr
     assert "rollout.in_flight" not in done.stderr
 
 

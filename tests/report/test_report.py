@@ -198,7 +198,7 @@ def test_a_run_in_which_nothing_happened_has_a_report(empty):
         None,
         None,
     )
-    assert "0 of 36 steps" in render_text(s)
+    assert "0 of 48 steps" in render_text(s)
     assert "<html" in render_html(s)
 
 
@@ -245,7 +245,7 @@ def test_the_text_is_one_page_and_says_the_main_figures(run):
     text = render_text(report(run.path))
     assert len(text.splitlines()) < 60
     for part in (
-        "4 of 36 steps",
+        "4 of 48 steps",
         "gain +0.300",
         "bottleneck: rollout",
         "twice 0",
