@@ -18,6 +18,8 @@ import sys
 import time
 from pathlib import Path
 
+from miles.cluster.shm import remove_dead_segments
+
 LEAVE_S = 60.0
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -34,6 +36,7 @@ def main(run: str, module: str) -> int:
     folder = Path(run) / "attempts" / f"{attempt:04d}"
     name = f"{role}-{rank}.e{epoch:04d}"
     die_with_parent()
+    remove_dead_segments()
     for sig in (signal.SIGUSR2, signal.SIGINT):
         # Ignored here, and by the child until it has its own handler: USR2 would kill a rank that is still importing. It is repeated.
         signal.signal(sig, signal.SIG_IGN)

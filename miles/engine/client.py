@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -55,6 +56,7 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._nonce, self._counter = secrets.token_hex(4), itertools.count()
+        _remove_orphaned_handovers()
         self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
 
     def moved_to(self, url: str) -> None:
@@ -136,7 +138,7 @@ class EngineClient:
         from safetensors.torch import save_file
 
         self.check_tensors({name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
-        folder = Path(tempfile.mkdtemp(prefix="miles-weights-", dir=HANDOVER))
+        folder = Path(tempfile.mkdtemp(prefix=f"miles-weights-{os.getpid()}-", dir=HANDOVER))
         try:
             await asyncio.to_thread(save_file, {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
             await self.update_from_folder(folder, version, flush=flush)
@@ -241,3 +243,11 @@ class EngineClient:
             if timeout_s is None:
                 raise  # the caller's own deadline
             raise EnvironmentFault(f"{method} {self.url}{path} did not answer within {timeout_s:g} s", "an answer", "read the engine's log") from e
+
+
+def _remove_orphaned_handovers() -> None:
+    """Weights in shared memory whose owner was killed in the middle of handing them over: they hold one copy of the model each."""
+    for folder in HANDOVER.glob("miles-weights-*"):
+        pid = folder.name.split("-")[2]
+        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # another rank of this node may be doing the same
