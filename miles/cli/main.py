@@ -82,13 +82,13 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
     \b
       miles-submit check configs/glm52_async.toml --json
     """
-    from miles.cluster.preflight import plan_of, preflight
+    from miles.cluster.preflight import preflight, printable_plan
     from miles.config import load_config, load_site
 
     loaded = load_config(config, overrides)
     site = load_site(loaded.cluster.site)
     findings = preflight(loaded, site)
-    plan = None if any(f.status == "fail" and f.name == "memory" for f in findings) else plan_of(loaded, site)
+    plan = printable_plan(loaded, site)
     if as_json:
         click.echo(json.dumps({"config": str(config), "ok": all(f.status != "fail" for f in findings), "findings": [f.to_json() for f in findings],
                                "memory": plan and plan.to_json()}, indent=1))

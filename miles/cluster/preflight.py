@@ -86,6 +86,14 @@ def plan_of(config: MilesConfig, site: SiteConfig) -> Plan | None:
     return draft_plan(config, site)
 
 
+def printable_plan(config: MilesConfig, site: SiteConfig) -> Plan | None:
+    """The plan to show, also one that does not fit: its table says where the memory goes. None where a layout has none; the finding `memory` says why."""
+    try:
+        return plan_of(config, site)
+    except ConfigError:
+        return None
+
+
 # -- configuration -----------------------------------------------------------------------------------------------------------
 def memory(config: MilesConfig, site: SiteConfig) -> str:
     plan = plan_of(config, site)
