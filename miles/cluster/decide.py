@@ -142,7 +142,7 @@ def _ended(state: State, event: StepEnded, now: float, limits: Limits) -> tuple[
     if state.phase in (Phase.STOPPING, Phase.DRAINING):
         return (state, []) if state.running else (replace(state, phase=Phase.OVER), [])
     if cause.code in NOT_RESTARTED:
-        return _stop(state, Outcome("failed", cause.code, f"{cause.text}; a restart cannot mend that", cause), now, limits)
+        return _stop(state, Outcome("failed", cause.code, f"a restart cannot mend this: {cause.text}", cause), now, limits)
     if role is Role.TRAINER and cause.code == 0:
         state = replace(state, phase=Phase.DRAINING, deadline=now + limits.drain_s, outcome=Outcome("finished", 0, "all steps are trained"))
         return (state, []) if state.running else (replace(state, phase=Phase.OVER), [])

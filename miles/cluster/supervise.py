@@ -10,12 +10,14 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -45,6 +47,7 @@ from miles.rundir import RunDir, publish_bytes
 POLL_S = 0.2
 START_S = 120.0
 """Seconds in which every rank of a step must exist; a step that Slurm or hydra never launches is stopped and tried again."""
+ERROR = re.compile(r"(MilesError|ConfigError|EnvironmentFault|StructureError|StaleEpochError): ")
 PACKAGES = ("miles", "torch", "sglang", "megatron-core", "transformers", "mpi4py", "numpy", "h5py")
 
 
@@ -66,6 +69,9 @@ class Step:
         # die_with_parent: srun and mpiexec end with the supervisor, and their ranks with them.
         self.process = subprocess.Popen(argv, env={**env, **launch.rank_environment(run.path, site, launcher, role, attempt, self.epoch)},
                                         stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
+
+    def rank_log(self, rank: int) -> Path:
+        return self.records.parent / f"{self.role}-{rank}.e{self.epoch:04d}.log"
 
     def reports(self) -> list[dict]:
         out = []
@@ -153,7 +159,7 @@ class Supervisor:
                     before = state.phase
                     state, actions = decide(state, event, time.monotonic(), limits)
                     if state.phase is not before:
-                        self.say(f"{before} -> {state.phase}" + (f": {state.outcome.text}" if state.outcome else ""))
+                        self.say(f"{before} -> {state.phase}" + (f": {_headline(state.outcome)}" if state.outcome else ""))
                     self.act(actions)
                 time.sleep(POLL_S)
         finally:
@@ -179,6 +185,8 @@ class Supervisor:
             cause = step.ended()
             if cause is not None:
                 del self.steps[role]
+                if cause.rank is not None and (error := last_error(step.rank_log(cause.rank))):
+                    cause = replace(cause, text=f"{cause.text}\n{error}")
                 self.say(f"{role} step of epoch {step.epoch} is over: {cause.text}")
                 out.append(StepEnded(cause, self.run.finished))
         return [*out, Tick()]
@@ -235,12 +243,30 @@ class Supervisor:
             "step": cause and str(cause.role), "rank": cause and cause.rank, "step_exit_code": cause and cause.code,
             "signal": cause and (cause.code - 128 if cause.code > 128 else None),
         }, indent=1).encode())
-        self.say(f"attempt {self.attempt} is over: {outcome.kind}, {outcome.text}")
+        self.say(f"attempt {self.attempt} is over: {outcome.kind}, {_headline(outcome)}")
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
         print(line, file=self.log)
         print(line, flush=True)
+
+
+def _headline(outcome: Outcome) -> str:
+    """The first line of why; the rest was said when the step ended, and is in exit.json."""
+    return outcome.text.splitlines()[0]
+
+
+def last_error(log: Path, lines: int = 12) -> str:
+    """The end of a rank's log from its last Miles error on (see miles.comm.entry), at most `lines` lines; empty when it died without one."""
+    try:
+        text = log.read_text(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    starts = [i for i, line in enumerate(text) if ERROR.match(line)]
+    if not starts:
+        return ""
+    end = text[starts[-1]:]
+    return "\n".join(end if len(end) <= lines else [end[0], "  ...", *end[-(lines - 2):]])
 
 
 def _version(package: str) -> str | None:

@@ -172,3 +172,14 @@ def test_cause_of_a_clean_end_needs_every_rank():
 def test_cause_without_records_is_the_launchers_code_but_never_a_verdict_on_the_configuration():
     assert step_cause(T, [], 2, -9).code == 137
     assert step_cause(T, [], 2, 2).code == 1  # srun's own 2 is not Miles's
+
+
+def test_what_a_rank_said_last_is_found_in_its_log(tmp_path):
+    from miles.cluster.supervise import last_error
+
+    log = tmp_path / "rank.log"
+    assert last_error(log) == ""
+    log.write_text("Traceback ...\nmiles.core.errors.EnvironmentFault: first\n\nEnvironmentFault: the port is taken\n  expected: a free one\n  what to do: free it\n")
+    assert last_error(log) == "EnvironmentFault: the port is taken\n  expected: a free one\n  what to do: free it"
+    log.write_text("EnvironmentFault: it did not start\n" + "\n".join(f"line {i}" for i in range(50)))
+    assert last_error(log, 4).splitlines() == ["EnvironmentFault: it did not start", "  ...", "line 48", "line 49"]
