@@ -68,7 +68,7 @@ def encode_routes(routes: np.ndarray) -> np.ndarray:
         kernels.sort_planes(np.ascontiguousarray(routes), planes)
         coder = _Coder(experts, chosen)
         for i in range(len(table)):
-            method, block = coder.encode(planes[:, i * together * rows : (i + 1) * together * rows])
+            method, block = coder.encode(planes[:, i * together * rows : min((i + 1) * together, layers) * rows])
             table[i] = (method, len(block), xxhash.xxh3_64_intdigest(block))
             parts.append(block)
     head["digest"] = xxhash.xxh3_64_intdigest(head.tobytes() + table.tobytes())
