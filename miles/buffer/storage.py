@@ -3,15 +3,17 @@
     parts/g00000012s003.h5         one finished trajectory of a group that is still open
     groups/<2 hex>/g00000012.h5    sealed group: /trajectories/000, /trajectories/001, ...
 
-Each trajectory is an HDF5 group with datasets tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T], versions int32 [T],
-routes uint8|uint16 [T-1, L, K] (absent for dense models); scalars are in the attribute `record` (JSON), and `digest` is the xxh3-128 of
-record and arrays. Tokens, masks, versions and routes are zstd-compressed; log-probabilities do not compress and are stored as they are.
-Sealing copies the compressed chunks of the parts without decoding them.
+Each trajectory is an HDF5 group with datasets tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T], versions int32 [T] and, unless the
+model is dense, routes uint8 [bytes]: the contiguous blob of `miles.buffer.routes`, whose layers can be read one by one. Scalars are in the
+attribute `record` (JSON). `digest` is the xxh3-128 of record, arrays and the header of the routes, which holds a digest of each of their
+layers: a reader of some layers has verified all that it returns. Tokens, masks and versions are zstd-compressed; log-probabilities do not
+compress and are stored as they are. Sealing copies the stored bytes of the parts without decoding them.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import h5py
@@ -23,7 +25,7 @@ import xxhash
 from miles.core import Group, StructureError, Trajectory
 from miles.rundir.publish import explain_os_errors, fsync_dir, publish_file, temp_path
 
-_ARRAYS = ("tokens", "loss_mask", "logprobs", "versions", "routes")
+_ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
 _SCALARS = (
     "group_id", "sample", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
     "prompt_tokens", "seconds", "meta",
@@ -102,14 +104,18 @@ def read_group(buffer_dir: Path, group_id: int) -> Group:
     return Group(group_id, items[0].task_id, items)
 
 
-def read_trajectory(buffer_dir: Path, group_id: int, index: int) -> Trajectory:
-    """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers)."""
+def read_trajectory(buffer_dir: Path, group_id: int, index: int, layers: slice | Sequence[int] | None = None) -> Trajectory:
+    """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers).
+
+    `layers`: the MoE layers (0 .. L-1) whose routes are read and verified, all by default; `routes` then has these layers alone.
+    """
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
-        return _read(f[f"trajectories/{index:03d}"])
+        return _read(f[f"trajectories/{index:03d}"], layers)
 
 
 def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:
-    """Scalars of each trajectory plus `length`, without reading arrays: what planning a step needs."""
+    """Scalars of each trajectory plus `oldest_version`, `routes_shape` ([L, K] or None) and `length`, without reading arrays: what
+    planning a step needs."""
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
         return [
             {**msgspec.json.decode(g.attrs["record"]), "length": len(g["tokens"])}
@@ -118,32 +124,46 @@ def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:
 
 
 def _write(node: h5py.Group, t: Trajectory) -> None:
-    record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version})
+    shape = None if t.routes is None else t.routes.shape[1:]
+    record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "routes_shape": shape})
     node.attrs["record"] = record.decode()
-    node.attrs["digest"] = _digest(record, [getattr(t, k) for k in _ARRAYS])
+    routes = header = None
+    if t.routes is not None:
+        from miles.buffer.routes import RouteReader, encode_routes  # numba takes its time to import, and who reads journals needs none
+
+        routes = encode_routes(t.routes)
+        header = RouteReader(routes).header
+    node.attrs["digest"] = _digest(record, [getattr(t, k) for k in _ARRAYS], header)
     for name in _ARRAYS:
         array = getattr(t, name)
-        if array is None:
-            continue
         packed = {} if name == "logprobs" else dict(hdf5plugin.Zstd(clevel=1), shuffle=array.dtype.itemsize > 1)
         node.create_dataset(name, data=array, **packed, chunks=True if packed and array.size else None)
+    if routes is not None:
+        node.create_dataset("routes", data=routes)
 
 
-def _read(node: h5py.Group) -> Trajectory:
-    arrays = [node[k][...] if k in node else None for k in _ARRAYS]
+def _read(node: h5py.Group, layers: slice | Sequence[int] | None = None) -> Trajectory:
+    arrays = [node[k][...] for k in _ARRAYS]
+    routes = None
+    if "routes" in node:
+        from miles.buffer.routes import RouteReader
+
+        routes = RouteReader(node["routes"])
     record = node.attrs["record"].encode()
-    if _digest(record, arrays) != node.attrs["digest"]:
+    if _digest(record, arrays, routes.header if routes else None) != node.attrs["digest"]:
         raise StructureError(f"{node.file.filename}{node.name}: stored bytes do not match their digest", "the digest written with them",
                              "the group is dropped; check the file system", cause="digest")
     scalars = msgspec.json.decode(record)
-    scalars.pop("oldest_version")
-    return Trajectory(**scalars, **dict(zip(_ARRAYS, arrays, strict=True)))
+    for derived in ("oldest_version", "routes_shape"):
+        scalars.pop(derived)
+    return Trajectory(**scalars, **dict(zip(_ARRAYS, arrays, strict=True)), routes=None if routes is None else routes.read(layers))
 
 
-def _digest(record: bytes, arrays: list[np.ndarray | None]) -> str:
+def _digest(record: bytes, arrays: list[np.ndarray], routes_header: bytes | None) -> str:
     h = xxhash.xxh3_128(record)
     for a in arrays:
-        if a is not None:
-            h.update(f"{a.dtype.str}{a.shape}".encode())
-            h.update(np.ascontiguousarray(a))
+        h.update(f"{a.dtype.str}{a.shape}".encode())
+        h.update(np.ascontiguousarray(a))
+    if routes_header is not None:
+        h.update(routes_header)
     return h.hexdigest()

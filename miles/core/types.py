@@ -63,7 +63,7 @@ class Turn:
     versions: np.ndarray  # int32 [N], weight version each token was sampled with
     finish_reason: str  # stop | length | abort
     cached_tokens: int = 0  # prompt tokens the engine served from its prefix cache
-    routes: np.ndarray | None = None  # uint8|uint16 [P+N-1-routes_start, L, K], experts chosen per position
+    routes: np.ndarray | None = None  # uint8|uint16 [P+N-1-routes_start, L, K], the set of experts chosen per position and MoE layer
     routes_start: int = 0  # position of the first row of `routes`
     seconds: float = 0.0
     extra: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Trajectory:
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled
     logprobs: np.ndarray  # float32 [T], 0 where loss_mask is 0
     versions: np.ndarray  # int32 [T], NO_VERSION where loss_mask is 0
-    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]; row t = experts that processed token t
+    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]; row t = experts that processed token t, a set: any order, ascending from the buffer
     reward: float
     finish_reason: str  # done | turns | length | deadline
     turns: int

@@ -22,7 +22,7 @@ class Sequence:
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
     logprobs: np.ndarray  # float32 [T], of the rollout, at the rollout's temperature; 0 where given
     versions: np.ndarray  # int32 [T], weight version that sampled each token
-    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K] over MoE layers; None for dense models
+    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K], any order along K, L = MoE layers of this pipeline stage; None for dense models
     advantage: float
     exact: bool  # every token and its KV prefix come from the very version being trained
 
@@ -109,7 +109,7 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1,
 
     Every sequence is padded to a multiple of `align` rows (2*cp under context parallelism) and the whole to a multiple of
     `total_align` (a multiple of `align`; sequence parallelism) by a last sequence of padding. An empty list gives padding alone, so that a rank without work still takes
-    part in its group's communication. `routes_shape` = (L, K) of MoE models; padding rows are routed to experts 0..K-1.
+    part in its group's communication. `routes_shape` = (MoE layers of this pipeline stage, K); padding rows are routed to experts 0..K-1.
 
     Raises StructureError: routes are missing or of another shape.
     """
@@ -134,7 +134,7 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1,
         if routes_shape is not None:
             if s.routes is None or s.routes.shape[1:] != routes_shape:
                 raise StructureError(f"routes of shape {None if s.routes is None else s.routes.shape} for a sequence of {len(s.tokens)} tokens",
-                                     f"[{s.fed}, {routes_shape[0]}, {routes_shape[1]}] over the MoE layers",
+                                     f"[{s.fed}, {routes_shape[0]}, {routes_shape[1]}] over the MoE layers of this stage",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
             out.routes[rows] = s.routes
     return out

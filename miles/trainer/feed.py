@@ -126,6 +126,12 @@ class Feed:
 
     def _items(self, group: int) -> list[Item]:
         summaries = read_summaries(self._run.buffer_dir, group)
+        expected = self._train_step.routes_shape
+        for s in summaries:
+            found = s["routes_shape"]
+            if expected and (found is None or tuple(found) != expected):
+                raise StructureError(f"group {group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
+                                     "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
         advantages = group_advantages(np.array([s["reward"] for s in summaries]), np.zeros(len(summaries), dtype=np.int64),
                                       normalize_std=self._run.config.algorithm.normalize_std)
         return [Item(group, n, s["length"], float(a), s["reward"], s["oldest_version"], s["exact"])
@@ -149,7 +155,7 @@ class Feed:
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
     def _sequence(self, item: Item, version: int) -> Sequence:
-        t = read_trajectory(self._run.buffer_dir, item.group, item.index)
-        routes = t.routes if self._run.config.trainer.routing_replay else None
-        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes,
+        replay = self._train_step.replay  # reads the layers of its pipeline stage, none without replay
+        t = read_trajectory(self._run.buffer_dir, item.group, item.index, replay.layers)
+        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if replay.active else None,
                         advantage=item.advantage, exact=t.exact and t.oldest_version == version)

@@ -23,16 +23,19 @@ class RoutingReplay:
         found = [(m.layer_number - 1, m.router_replay) for c in chunks for m in c.modules() if getattr(m, "router_replay", None) is not None]
         self.routers = [replay for _, replay in sorted(found, key=lambda item: item[0])]
         ordinal = {layer: i for i, layer in enumerate(moe_layers)}
-        self.columns = [ordinal[layer] for layer, _ in sorted(found, key=lambda item: item[0])]  # this stage's layers, as columns of the routes
+        self.layers = [ordinal[layer] for layer, _ in sorted(found, key=lambda item: item[0])]  # this stage's, counted over MoE layers: what it needs of routes
 
     @property
     def active(self) -> bool:
         return bool(self.routers)
 
     def load(self, routes: torch.Tensor) -> None:
-        """Experts of the next micro-batch: int64 [tokens, L, K], tokens in this rank's order (sequence first), L all MoE layers of the model."""
-        for replay, column in zip(self.routers, self.columns, strict=True):
-            replay.set_target_indices(routes[:, column].contiguous())
+        """Experts of the next micro-batch: int64 [tokens, L, K], tokens in this rank's order (sequence first), L = `layers`.
+
+        The order along K decides nothing: megatron-core gathers the scores at these indices, normalizes and scatters them back.
+        """
+        for i, replay in enumerate(self.routers):
+            replay.set_target_indices(routes[:, i].contiguous())
 
     @contextlib.contextmanager
     def forward(self):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -69,6 +69,7 @@ class TrainStep:
         self.trainer, self.algorithm, self.temperature = trainer, algorithm, temperature
         self.settings = LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.tis_low, algorithm.tis_high)
         self.replay = RoutingReplay(model.chunks, model.arch.moe_layers)
+        self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.routing_replay else None  # (L, K) to be recorded
         self.device = miles.platform.current().device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_ranks = parallel_state.get_data_parallel_world_size()
@@ -85,10 +86,11 @@ class TrainStep:
     def run(self, sequences: list[Sequence], *, number: int) -> StepMetrics:
         """`run_planned` for callers that have the whole batch on every rank."""
         plan = self.plan([len(s.tokens) for s in sequences])
-        return self.run_planned(plan, [sequences[i] for i in plan.of_rank(self.data_rank)], number=number)
+        return self.run_planned(plan, [self._of_this_stage(sequences[i]) for i in plan.of_rank(self.data_rank)], number=number)
 
     def run_planned(self, plan: BatchPlan, mine: list[Sequence], *, number: int) -> StepMetrics:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
+        Their routes are those of this pipeline stage: layers `replay.layers` of the recorded ones.
 
         Raises StructureError: routes do not fit the model. MilesError: loss or gradients were not finite MAX_SKIPPED times in a row.
         """
@@ -127,10 +129,13 @@ class TrainStep:
             microbatches=plan.microbatches, skipped=skipped,
         )
 
+    def _of_this_stage(self, s: Sequence) -> Sequence:
+        return s if s.routes is None or self.model.layout.pp == 1 else replace(s, routes=s.routes[:, self.replay.layers])
+
     # -- forward -------------------------------------------------------------------------------------------------------------------
 
     def _microbatches(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> Iterator[PackedMicrobatch]:
-        routes_shape = (len(self.model.arch.moe_layers), self.model.arch.top_k) if self.replay.active else None
+        routes_shape = (len(self.replay.layers), self.model.arch.top_k) if self.replay.active else None
         start = 0
         for bin_ in plan.bins[self.data_rank]:
             part = slice(start, start + len(bin_))

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -6,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.buffer import BufferState, BufferView, BufferWriter, Status, TrainerQueue, group_path, read_group, read_summaries, write_part
+from miles.buffer import (
+    BufferState, BufferView, BufferWriter, Status, TrainerQueue, group_path, read_group, read_summaries, read_trajectory, write_part,
+)
 from miles.buffer.storage import finished_parts
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
@@ -123,6 +126,27 @@ def test_flipped_bytes_are_found(run, writer):
         f["trajectories/001/logprobs"][5] = -0.25
     with pytest.raises(StructureError, match="digest"):
         read_group(run.buffer_dir, 0)
+
+
+def test_layers_are_read_alone_and_verified_alone(run, writer):
+    routes = np.random.default_rng(0).random((1100, 6, 32)).argsort(-1)[..., :4].astype(np.uint8)
+    writer.start(0, "t")
+    write_part(run, 1, replace(trajectory(n=1101), routes=routes))
+    writer.seal(0, [0])
+    expected = np.sort(routes, axis=-1)
+    assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
+    assert read_trajectory(run.buffer_dir, 0, 0, ()).routes.shape == (1100, 0, 4)
+    assert read_summaries(run.buffer_dir, 0)[0]["routes_shape"] == [6, 4]
+    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
+        blob = f["trajectories/000/routes"]
+        blob[len(blob) - 1] ^= 1  # in the last layer
+    assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, range(5)).routes, expected[:, :5])
+    with pytest.raises(StructureError, match="block 5 .layers 5 .. 5. is not what was written"):
+        read_trajectory(run.buffer_dir, 0, 0, [5])
+    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
+        f["trajectories/000/routes"][0] ^= 2
+    with pytest.raises(StructureError):
+        read_trajectory(run.buffer_dir, 0, 0, ())
 
 
 def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):

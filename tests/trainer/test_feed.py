@@ -1,0 +1,50 @@
+"""What a rank reads of the buffer."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from test_loop import trajectory
+
+from miles.buffer import BufferWriter, write_part
+from miles.config import load_config
+from miles.core import StructureError
+from miles.rundir import RunDir
+from miles.trainer.feed import Feed
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+
+
+def feed(run, layers, shape=(6, 2)):
+    """The feed of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
+    return Feed(run, None, SimpleNamespace(replay=SimpleNamespace(layers=layers, active=bool(layers)), routes_shape=shape), None, None, None, None)
+
+
+def put(run, routes):
+    epoch = run.new_epoch("rollout")
+    writer = BufferWriter(run, epoch)
+    writer.start(0, "t")
+    t = trajectory(0, 0, 1)
+    write_part(run, epoch, replace(t, routes=None if routes is None else routes[: len(t.tokens) - 1]))
+    writer.seal(0, [0])
+
+
+def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
+    routes = np.random.default_rng(0).random((60, 6, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    put(run, routes)
+    for layers in ([0, 1, 2], [3, 4, 5], [2]):
+        (item,) = feed(run, layers)._items(0)
+        s = feed(run, layers)._sequence(item, version=1)
+        assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers])
+    assert feed(run, [])._sequence(item, version=1).routes is None  # a stage of dense layers, or no replay
+
+
+@pytest.mark.parametrize("shape", [None, (5, 2), (6, 4)])
+def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
+    put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
+    with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
+        feed(run, [0])._items(0)

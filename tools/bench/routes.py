@@ -1,0 +1,144 @@
+#!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
+"""Routes in the buffer: bytes, speed and partial reads against int32, zstd level 1 and the information bound. [--quick] [--json]
+
+32k tokens x 60 MoE layers x 8 of 256 experts (--quick: 8k tokens), drawn uniformly and with expert popularity ~ 1 / rank (Zipf), which expert
+is popular differing by layer. Baselines, on the same routes in the same run:
+  int32     as the engine sends them
+  zstd      level 1, one frame a layer: bytes of uint8 routes (how they were stored before), speed on the int32 input
+The bound is n * log2 C(256, 8) for uniform routes; for Zipf routes the entropy of the distribution they were drawn from, estimated as the
+mean of -log2 p (conditional Poisson sampling, p by the same sums that the codec uses, with the true weights).
+Speeds are MB of int32 input per second of CPU time of one thread, best of several. Exit 1 where a target is missed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from math import comb, log2
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import h5py
+import numpy as np
+import zstandard
+
+from miles.buffer import route_kernels as kernels
+from miles.buffer.routes import RouteReader, decode_routes, encode_routes
+
+LAYERS, CHOSEN, EXPERTS = 60, 8, 256
+
+
+def draw(rng: np.random.Generator, tokens: int, weights: np.ndarray) -> np.ndarray:
+    """uint8 [tokens, LAYERS, CHOSEN] with P(set) ~ product of its experts' weights [LAYERS, EXPERTS], in random order along the last axis."""
+    out = np.empty((tokens, LAYERS, CHOSEN), np.uint8)
+    for layer, w in enumerate(weights):
+        z = kernels.subset_sums(w, CHOSEN)[0].reshape(CHOSEN + 1, -1)[:, : EXPERTS + 1]
+        chosen, after = np.empty((CHOSEN, tokens), np.int64), np.zeros(tokens, np.int64)
+        for i in range(CHOSEN):  # the next expert is the last j with Z[m, j] >= t, t uniform in (0, Z[m, after]]
+            m = CHOSEN - i
+            t = z[m, after] * (1 - rng.random(tokens))
+            chosen[i] = np.clip(np.searchsorted(-z[m], -t, side="right") - 1, after, EXPERTS - m)
+            after = chosen[i] + 1
+        out[:, layer] = rng.permuted(chosen.T.astype(np.uint8), axis=1)
+    return out
+
+
+def entropy_bits(routes: np.ndarray, weights: np.ndarray) -> float:
+    total = 0.0
+    for layer, w in enumerate(weights):
+        z = kernels.subset_sums(w, CHOSEN)[0].reshape(CHOSEN + 1, -1)[CHOSEN, 0]
+        total += len(routes) * log2(z) - float(np.log2(w)[routes[:, layer]].sum())
+    return total
+
+
+def cpu_seconds(function, *args, times: int) -> float:
+    best = float("inf")
+    for _ in range(times):
+        start = time.thread_time()
+        function(*args)
+        best = min(best, time.thread_time() - start)
+    return best
+
+
+def zstd_encode(layers: list[np.ndarray]) -> list[bytes]:
+    compressor = zstandard.ZstdCompressor(level=1)
+    return [compressor.compress(a) for a in layers]
+
+
+def zstd_decode(frames: list[bytes]) -> list[bytes]:
+    decompressor = zstandard.ZstdDecompressor()
+    return [decompressor.decompress(f) for f in frames]
+
+
+def bytes_from_file(blob: np.ndarray, layers: slice | tuple) -> int:
+    """What the kernel hands to this process (rchar) when these layers are read from an HDF5 file, the opening of the file left out."""
+    with tempfile.TemporaryDirectory() as folder:
+        with h5py.File(Path(folder) / "t.h5", "w", libver="earliest") as f:
+            f.create_dataset("routes", data=blob)
+        with h5py.File(Path(folder) / "t.h5", "r") as f:
+            node, before = f["routes"], _rchar()
+            RouteReader(node).read(layers)
+            return _rchar() - before
+
+
+def _rchar() -> int:
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
+def measure(kind: str, routes: np.ndarray, bound_bits: float, times: int) -> list[dict]:
+    """Figures of one set of routes: name, value, baseline, ratio, limit (the physical one), target, ok."""
+    int32, mb = routes.size * 4, routes.size * 4 / 1e6
+    blob = encode_routes(routes)
+    assert np.array_equal(decode_routes(blob), np.sort(routes, axis=-1))
+    per_layer = [np.ascontiguousarray(routes[:, layer]) for layer in range(LAYERS)]
+    frames = zstd_encode(per_layer)
+    zstd_bytes = sum(map(len, frames))
+    scale = int32 / (32768 * LAYERS * CHOSEN * 4)
+    most = 12.6e6 * scale * (1 if kind == "uniform" else 0.95)
+    encode, decode = mb / cpu_seconds(encode_routes, routes, times=times), mb / cpu_seconds(decode_routes, blob, times=times)
+    wide = [a.astype(np.int32) for a in per_layer]
+    zstd_speed = mb / cpu_seconds(zstd_encode, wide, times=times), mb / cpu_seconds(zstd_decode, zstd_encode(wide), times=times)
+    quarter, whole = bytes_from_file(blob, slice(15, 30)), bytes_from_file(blob, slice(None))
+    return [
+        figure(f"{kind}: bytes against int32", len(blob), int32, len(blob) / int32, bound_bits / 8, most, len(blob) <= most),
+        figure(f"{kind}: bytes against zstd-1 uint8", len(blob), zstd_bytes, len(blob) / zstd_bytes, bound_bits / 8, most, len(blob) <= most),
+        figure(f"{kind}: encode MB/s against zstd-1 int32", encode, zstd_speed[0], encode / zstd_speed[0], None, 300, encode >= 300),
+        figure(f"{kind}: decode MB/s against zstd-1 int32", decode, zstd_speed[1], decode / zstd_speed[1], None, 300, decode >= 300),
+        figure(f"{kind}: bytes read for 15 of 60 layers", quarter, whole, quarter / whole, whole / 4, 0.3 * whole, quarter <= 0.3 * whole),
+    ]
+
+
+def figure(name, value, baseline, ratio, limit, target, ok) -> dict:
+    return {"figure": name, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="8k tokens instead of 32k")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    tokens, rng = 8192 if args.quick else 32768, np.random.default_rng(0)
+    zipf = np.stack([1 / (1 + rng.permutation(EXPERTS)) for _ in range(LAYERS)])
+    figures = []
+    for kind, weights in (("uniform", np.ones((LAYERS, EXPERTS))), ("zipf", zipf)):
+        routes = draw(rng, tokens, weights)
+        bound = tokens * LAYERS * log2(comb(EXPERTS, CHOSEN)) if kind == "uniform" else entropy_bits(routes, weights)
+        figures += measure(kind, routes, bound, times=5)
+    if args.json:
+        print(json.dumps({"bench": "routes", "tokens": tokens, "cpus": os.cpu_count(), "figures": figures}))
+    else:
+        print(f"{tokens} tokens x {LAYERS} layers x {CHOSEN} of {EXPERTS} experts")
+        print(f"{'figure':40} {'ours':>12} {'baseline':>12} {'ratio':>7} {'limit':>12} {'above it':>9} {'target':>12}")
+        for f in figures:
+            limit = "" if f["limit"] is None else f"{f['limit']:,.0f}"
+            above = "" if f["limit"] is None else f"{100 * (f['value'] / f['limit'] - 1):.2f} %"
+            print(f"{f['figure']:40} {f['value']:>12,.0f} {f['baseline']:>12,.0f} {f['ratio']:>7.3f} {limit:>12} {above:>9} {f['target']:>12,.0f}"
+                  + ("" if f["ok"] else "  MISSED"))
+    return 0 if all(f["ok"] for f in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
