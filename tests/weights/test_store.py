@@ -2,19 +2,15 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from miles.config import load_config
 from miles.core import StaleEpochError, StructureError
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks, write_ack
+from miles.weights.digest import bits
 from miles.weights.follow import Follower
-from miles.weights.patch import apply_sparse, bits, diff
 from miles.weights.store import WeightStore
-
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.uint8]
 
 
 def state(seed, n=64):
@@ -43,38 +39,6 @@ def store(run):
 
 def equal(a, b):
     return a.keys() == b.keys() and all(torch.equal(bits(a[k]), bits(b[k])) for k in a)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.sampled_from(DTYPES), st.integers(1, 200), st.data())
-def test_a_patch_rebuilds_the_new_bits_exactly_and_is_idempotent(dtype, n, data):
-    g = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
-    old = torch.randint(0, 255, (n * dtype.itemsize,), generator=g, dtype=torch.uint8).view(dtype)
-    new = old.clone()
-    for i in data.draw(st.lists(st.integers(0, n - 1), unique=True)):
-        bits(new)[i] ^= 1
-    kind, positions, values = diff(new, old)
-    if kind == "sparse":
-        once = apply_sparse(old, positions, values)
-        assert torch.equal(bits(once), bits(new)) and torch.equal(bits(apply_sparse(once, positions, values)), bits(new))
-    elif kind == "dense":
-        assert torch.equal(bits(values), bits(new))
-    else:
-        assert torch.equal(bits(old), bits(new))
-
-
-def test_dense_is_chosen_when_positions_and_values_would_be_larger():
-    old = torch.zeros(8)
-    new = old.clone()
-    new[:3] = 1
-    assert diff(new, old)[0] == "sparse"  # 3 * 8 bytes < 32
-    new[:4] = 1
-    assert diff(new, old)[0] == "dense"  # 4 * 8 = 32
-
-
-def test_a_position_outside_is_refused():
-    with pytest.raises(IndexError):
-        apply_sparse(torch.zeros(2), torch.tensor([2], dtype=torch.int32), torch.tensor([1], dtype=torch.int32))
 
 
 def test_a_reader_follows_keyframe_and_deltas_and_may_skip_versions(run, store):
@@ -115,7 +79,7 @@ def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
     f = Follower(store)
     f.advance(1)
     store.publish(2, 1, s2, 1, previous=s1, base=1)
-    path = run.weights_dir / "v000002" / "weights.safetensors"
+    path = run.weights_dir / "v000002" / "weights.patch"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
