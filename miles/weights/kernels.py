@@ -22,6 +22,9 @@ import numpy as np
 ESCAPE = {np.dtype(np.uint8): 255, np.dtype(np.uint16): 65535}
 """A gap symbol of this value means: go on by that much, no change here yet."""
 
+PIECE_BYTES = 1 << 20
+"""Worked on, and hashed, before the next is touched: it is in a cache then. Smaller pieces cost more in calls than they gain (measured)."""
+
 
 def compiled(function: Callable) -> Callable:
     """`numba.njit` without the GIL, cached outside the source tree or not at all."""
@@ -38,100 +41,144 @@ def compiled(function: Callable) -> Callable:
         numba.config.CACHE_DIR = before
 
 
-@compiled
-def _find(new, old, new_words, old_words, lanes, mask, shift, gaps, magnitudes, signs):
-    count, after, highest, byte = 0, 0, np.uint64(0), np.uint8(0)
-    tail = len(new_words) * lanes
-    start = 0
-    while start < len(new):
-        stop = start + 1
-        if start < tail:  # whole words are compared first: most hold no change
-            word = start // lanes
-            while word < len(new_words) and new_words[word] == old_words[word]:
-                word += 1
-            start = word * lanes
-            stop = min(start + lanes, len(new))
-        for at in range(start, stop):
-            if new[at] == old[at]:
-                continue
-            difference = (np.uint64(new[at]) - np.uint64(old[at])) & mask
-            negative = difference >> shift
-            magnitude = ((np.uint64(0) - difference) & mask if negative else difference) - np.uint64(1)
-            gaps[count] = at - after
-            magnitudes[count] = magnitude
-            highest |= magnitude
-            byte |= np.uint8(negative) << np.uint8(count & 7)
-            if count & 7 == 7:
-                signs[count >> 3] = byte
-                byte = np.uint8(0)
-            after = at + 1
-            count += 1
-        start = stop
-    if count & 7:
-        signs[count >> 3] = byte
-    return count, highest
+# Indices are unsigned: numba tests signed ones for counting from the end. Numba makes a float of a signed and an unsigned integer, so none are mixed.
+_0, _1, _3, _7 = (np.uint64(i) for i in (0, 1, 3, 7))
 
 
 @compiled
-def _narrow(gaps, escape, out):
-    size = 0
-    for i in range(len(gaps)):
-        gap = gaps[i]
+def _find(new, old, new_words, old_words, lanes, start, hits, positions, differences, count):
+    """From element `start` on, of arrays that begin there: append positions of the elements that differ, and new - old, to the `count` found before.
+
+    First the words that differ, of as many as fit the innermost cache, then their elements. No branch depends on the data: with a change in a
+    hundred elements every one of them would be mispredicted.
+    """
+    words, room = np.uint64(len(new_words)), np.uint64(len(hits)) - _1
+    begin = _0
+    while begin < words:
+        end = min(begin + room, words)
+        found = _0
+        for word in range(begin, end):
+            hits[found] = word
+            found += np.uint64(new_words[word] != old_words[word])
+        begin = end
+        before = count
+        for i in range(found):
+            first = np.uint64(hits[i]) * lanes
+            for at in range(first, first + lanes):
+                positions[count] = start + at
+                count += np.uint64(new[at] != old[at])
+        for i in range(before, count):
+            at = np.uint64(positions[i]) - start
+            differences[i] = np.uint64(new[at]) - np.uint64(old[at])
+    for at in range(words * lanes, np.uint64(len(new))):
+        positions[count] = start + at
+        differences[count] = np.uint64(new[at]) - np.uint64(old[at])
+        count += np.uint64(new[at] != old[at])
+    return count
+
+
+@compiled
+def _split(differences, shift, signs):
+    """Differences to magnitudes - 1 in place, signs as bits. Returns the OR of the former."""
+    highest = differences[0] ^ differences[0]
+    for i in range(len(signs)):
+        byte = np.uint64(0)
+        for k in range(8 * i, min(8 * i + 8, len(differences))):
+            byte |= (np.uint64(differences[k]) >> shift) << np.uint64(k & 7)
+        signs[i] = byte
+    for i in range(len(differences)):
+        value = differences[i]
+        value = ~value if np.uint64(value) >> shift else value - np.uint64(1)
+        differences[i] = value
+        highest |= differences[i]
+    return highest
+
+
+@compiled
+def _gaps(positions, escape, out):
+    size, after = _0, _0
+    for at in positions:
+        gap = np.uint64(at) - after
+        after = np.uint64(at) + _1
         while gap >= escape:
             out[size] = escape
-            size += 1
+            size += _1
             gap -= escape
         out[size] = gap
-        size += 1
+        size += _1
     return size
 
 
 @compiled
-def _scatter(block, symbols, escape, signs, magnitudes, flip):
-    at, count = 0, 0
-    ones = len(magnitudes) == 0
-    for i in range(len(symbols)):
-        at += symbols[i]
-        if symbols[i] == escape:
+def _scatter(block, symbols, escape, signs, magnitudes, flip, i, at, count, stop):
+    """Apply symbols from number `i` on, at element `at`, of change `count`, up to element `stop`. Returns where to go on."""
+    size, ones = np.uint64(len(symbols)), len(magnitudes) == 0
+    while i < size:
+        symbol = np.uint64(symbols[i])
+        if at + symbol >= stop:
+            break
+        at += symbol
+        i += _1
+        if symbol == escape:
             continue
-        amount = np.uint64(1) if ones else np.uint64(magnitudes[count]) + np.uint64(1)
-        if ((signs[count >> 3] >> (count & 7)) & 1) ^ flip:
-            block[at] = np.uint64(block[at]) - amount
-        else:
-            block[at] = np.uint64(block[at]) + amount
-        at += 1
-        count += 1
+        down = ((np.uint64(signs[count >> _3]) >> (count & _7)) & _1) ^ flip
+        amount = _1 if ones else np.uint64(magnitudes[count]) + _1
+        block[at] = np.uint64(block[at]) + ((amount ^ (_0 - down)) + down)  # signs are coin flips: no branch
+        at += _1
+        count += _1
+    return i, at, count
 
 
 class Scratch:
     """Buffers of one thread, large enough for blocks of `size` bytes; results of `find` are views into them until its next call."""
 
     def __init__(self, size: int):
-        self.gaps, self.signs = np.empty(size, np.uint32), np.empty(size // 8 + 1, np.uint8)
-        self.symbols, self.magnitudes = np.empty(2 * (size + size // 255 + 2), np.uint8), np.empty(size, np.uint8)
+        self.positions, self.signs = np.empty(size + 1, np.uint32), np.empty(size // 8 + 1, np.uint8)
+        self.symbols, self.differences = np.empty(2 * (size + size // 255 + 2), np.uint8), np.empty(size + 8, np.uint8)  # 8: the last candidate is written before it is known to be none
+        self.hits = np.empty(4097, np.uint32)
 
 
-def find(new: np.ndarray, old: np.ndarray, scratch: Scratch) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+def find(new: np.ndarray, old: np.ndarray, scratch: Scratch, seen: Callable[[np.ndarray], None]) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     """(symbols, signs, magnitudes) of equal-sized blocks of unsigned integers.
 
     symbols: uint8 or uint16, per change the number of unchanged elements before it, preceded by an `ESCAPE` for each `escape` of them;
     uint16 where changes are more than 512 apart on average. signs: bits, lowest first, 1 = downwards. magnitudes: minus one, in the blocks'
     dtype; None where all are 0. No changes: no symbols.
+    seen: called with `new` piece by piece while it is in the cache, for a digest.
     """
     new, old = (x if x.ctypes.data % 8 == 0 else x.copy() for x in (new, old))
-    width = new.dtype.itemsize
-    whole = len(new) * width // 8 * 8
-    words = [x.view(np.uint8)[:whole].view(np.uint64) for x in (new, old)]
-    magnitudes = scratch.magnitudes[:new.nbytes].view(new.dtype)
-    count, highest = _find(new, old, *words, 8 // width, np.uint64(2 ** (8 * width) - 1), np.uint64(8 * width - 1), scratch.gaps, magnitudes, scratch.signs)
+    width, count = new.dtype.itemsize, _0
+    differences = scratch.differences[:new.nbytes + width].view(new.dtype)
+    for start in range(0, len(new), PIECE_BYTES // width):
+        a, b = new[start:start + PIECE_BYTES // width], old[start:start + PIECE_BYTES // width]
+        whole = a.nbytes // 8 * 8 // width
+        words = a[:whole].view(np.uint64), b[:whole].view(np.uint64)
+        count = np.uint64(_find(a, b, *words, np.uint64(8 // width), np.uint64(start), scratch.hits, scratch.positions, differences, count))
+        seen(a)
+    count = int(count)
     symbols = scratch.symbols if count * 512 >= len(new) else scratch.symbols.view(np.uint16)
-    size = _narrow(scratch.gaps[:count], ESCAPE[symbols.dtype], symbols)
-    return symbols[:size], scratch.signs[:-(-count // 8)], magnitudes[:count] if highest else None
+    signs, differences = scratch.signs[:(count + 7) // 8], differences[:count]
+    if not count:
+        return symbols[:0], signs, None
+    highest = _split(differences, np.uint64(8 * width - 1), signs)
+    size = _gaps(scratch.positions[:count], np.uint64(ESCAPE[symbols.dtype]), symbols)
+    return symbols[:size], signs, differences if highest else None
 
 
-def scatter(block: np.ndarray, symbols: np.ndarray, signs: np.ndarray, magnitudes: np.ndarray | None, *, undo: bool = False) -> None:
-    """Add the differences to `block` in place, or take them back. What `find` returned for equal shapes; the caller has checked the ranges."""
-    _scatter(block, symbols, ESCAPE[symbols.dtype], signs, block[:0] if magnitudes is None else magnitudes, undo)
+def scatter(block: np.ndarray, symbols: np.ndarray, signs: np.ndarray, magnitudes: np.ndarray | None, *, undo: bool = False,
+            seen: Callable[[np.ndarray], None] | None = None) -> None:
+    """Add the differences to `block` in place, or take them back. What `find` returned for equal shapes; the caller has checked the ranges.
+
+    seen: called with the result piece by piece while it is in the cache, for a digest.
+    """
+    escape, flip, size = np.uint64(ESCAPE[symbols.dtype]), np.uint64(undo), PIECE_BYTES // block.itemsize
+    amounts = block[:0] if magnitudes is None else magnitudes
+    i, at, count = _0, _0, _0
+    for start in range(0, len(block), size):
+        stop = np.uint64(min(start + size, len(block)))
+        i, at, count = map(np.uint64, _scatter(block, symbols, escape, signs, amounts, flip, i, at, count, stop))
+        if seen is not None:
+            seen(block[start:start + size])
 
 
 def find_numpy(new: np.ndarray, old: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

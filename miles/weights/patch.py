@@ -50,7 +50,8 @@ State = dict[str, torch.Tensor]
 
 _MAGIC = b"MILESPT1"
 _FOOTER = 8 + 16 + len(_MAGIC)
-_LEVEL = 1
+_LEVEL = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
+"""Level 1 with a small table of matches: gaps have none but by chance, and those cost more than they save (6 % of bytes and 3x the time at 30 %)."""
 
 
 class _Block(msgspec.Struct, array_like=True, frozen=True):
@@ -82,7 +83,7 @@ class _Local(threading.local):
 
     def __init__(self):
         self.scratch = Scratch(BLOCK_BYTES)
-        self.compress = zstandard.ZstdCompressor(level=_LEVEL).compress
+        self.compress = zstandard.ZstdCompressor(compression_params=_LEVEL).compress
         self.decompress = zstandard.ZstdDecompressor().decompress
 
 
@@ -133,8 +134,9 @@ def write_patch(out: BinaryIO, new: State, old: State, base_digests: dict[str, s
 def _encode(new: np.ndarray, old: np.ndarray | None) -> tuple[_Block, list[bytes]]:
     if old is None:
         return _dense(new, _planes(new))
-    symbols, signs, magnitudes = find(new, old, _local.scratch)
-    result = xxhash.xxh3_128_digest(new)  # now, while the block is in the cache
+    mark = xxhash.xxh3_128()
+    symbols, signs, magnitudes = find(new, old, _local.scratch, mark.update)
+    result = mark.digest()
     if not len(symbols):
         return _Block("same", result), []
     streams = [_pack(p) for p in _byte_planes(symbols)] + [_pack(signs)]
@@ -283,8 +285,9 @@ class Patch:
                 at += stored
         elif block.kind == "sparse":
             differences = self._differences(step, payload)
-            scatter(view, *differences)
-        if xxhash.xxh3_128_digest(view) == block.digest:
+            mark = xxhash.xxh3_128()
+            scatter(view, *differences, seen=mark.update)
+        if (mark.digest() if block.kind == "sparse" else xxhash.xxh3_128_digest(view)) == block.digest:
             if block.kind == "sparse" and step.undoable:
                 self._undo.append((step, payload))
             return

@@ -31,7 +31,7 @@ from miles.weights.patch import Patch, State, write_patch
 _KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """MANIFEST.json. `extra` carries what a transport needs (the address of a broadcast group) and the engines' expected checksum."""
 
     version: int
@@ -44,6 +44,7 @@ class Manifest(msgspec.Struct, frozen=True):
     file_size: int = 0
     file_digest: str = ""
     extra: dict[str, Any] = {}
+    mark: str = ""  # xxh3-128 of this JSON with an empty mark
 
     def as_version(self) -> WeightVersion:
         t = self.tensors
@@ -84,7 +85,15 @@ class WeightStore:
         return max(self.versions(), default=None)
 
     def manifest(self, version: int) -> Manifest:
-        return msgspec.json.decode((self._path(version) / "MANIFEST.json").read_bytes(), type=Manifest)
+        """Raises FileNotFoundError for a version that does not exist (any more), StructureError for a manifest that is not what was published."""
+        path = self._path(version) / "MANIFEST.json"
+        try:
+            m = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise _damaged_manifest(path, str(e)) from e
+        if m.version != version or m.mark != _mark(m):
+            raise _damaged_manifest(path, f"it says v{m.version} and carries the mark of other content")
+        return m
 
     def chain(self, target: int, have: int | None) -> list[Manifest] | None:
         """Versions to read, in order, to get from `have` to `target`; None when no such path exists (a broadcast lies between)."""
@@ -131,7 +140,10 @@ class WeightStore:
         """Publish a keyframe, or with `previous` (the state of version `base`) a delta. Fenced by the trainer's epoch."""
         if previous is None:
             return self._publish(version, step, None, "keyframe", epoch, lambda tmp: _save_keyframe(tmp / _KEYFRAME, state), extra or {})
-        base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
+        try:
+            base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
+        except (FileNotFoundError, StructureError):
+            base_digests = None  # readers that have the base can use the delta all the same
         return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, state, previous, base_digests), extra or {})
 
     def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: dict[str, Any]) -> Manifest:
@@ -146,6 +158,7 @@ class WeightStore:
             tmp.mkdir()
             tensors, size, file_digest = save(tmp)
             m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra)
+            m = msgspec.structs.replace(m, mark=_mark(m))
             (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
         publish_dir(tmp, final)
         return m
@@ -153,7 +166,7 @@ class WeightStore:
     def retire(self, keep_keyframes: int) -> list[int]:
         """Remove versions older than the `keep_keyframes`-th newest keyframe. Returns those removed."""
         versions = self.versions()
-        keyframes = [v for v in versions if self.manifest(v).encoding == "keyframe"]
+        keyframes = [v for v in versions if self._is_keyframe(v)]
         if len(keyframes) <= keep_keyframes:
             return []
         gone = [v for v in versions if v < keyframes[-keep_keyframes]]
@@ -161,8 +174,23 @@ class WeightStore:
             remove_tree(self._path(v))
         return gone
 
+    def _is_keyframe(self, version: int) -> bool:
+        try:
+            return self.manifest(version).encoding == "keyframe"
+        except (FileNotFoundError, StructureError):
+            return False  # nobody can read it
+
     def _path(self, version: int) -> Path:
         return self._dir / f"v{version:06d}"
+
+
+def _mark(m: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(m, mark="")))
+
+
+def _damaged_manifest(path: Path, why: str) -> StructureError:
+    return StructureError(f"{path} is not the manifest that was published: {why}", "the file as it was published",
+                          "the version is skipped; the next keyframe repairs it", cause="manifest")
 
 
 _Saved = tuple[dict[str, dict[str, Any]], int, str]  # the manifest's tensors, size and digest of the file
@@ -173,7 +201,7 @@ def _describe(state: State, digests: dict[str, str] | None = None) -> dict[str, 
             for n, t in state.items()}
 
 
-def _save_delta(path: Path, state: State, previous: State, base_digests: dict[str, str]) -> _Saved:
+def _save_delta(path: Path, state: State, previous: State, base_digests: dict[str, str] | None) -> _Saved:
     with open(path, "wb") as f:
         written = write_patch(f, state, previous, base_digests)
     return _describe(state, {n: d for n, (d, _) in written.tensors.items()}), written.size, written.digest

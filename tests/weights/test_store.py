@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 import torch
@@ -132,3 +133,74 @@ def test_acks_of_an_older_epoch_are_not_counted(run):
     write_ack(run, Ack(0, 1, 0, 3, "d"))
     write_ack(run, Ack(1, 2, 0, 4, "e"))
     assert read_acks(run, 2) == {1: Ack(1, 2, 0, 4, "e")}
+
+
+def damage(rng, path):
+    """One bit, a part, or all of a file lost."""
+    data = bytearray(path.read_bytes())
+    kind = rng.randrange(3)
+    if kind == 0:
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+    elif kind == 1:
+        del data[rng.randrange(len(data)):]
+    path.unlink() if kind == 2 else path.write_bytes(data)
+
+
+def test_a_damaged_manifest_is_refused_or_says_the_same(run, store):
+    published = store.publish(1, 0, state(1), 1)
+    path = run.weights_dir / "v000001" / "MANIFEST.json"
+    data = path.read_bytes()
+    for i in range(0, 8 * len(data), 5):
+        flipped = bytearray(data)
+        flipped[i // 8] ^= 1 << i % 8
+        path.write_bytes(flipped)
+        try:
+            assert store.manifest(1) == published  # the last digit of the time may round away
+        except StructureError as e:
+            assert e.cause == "manifest"
+    path.write_bytes(data)
+    assert store.manifest(1) == published
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_versions_skipped_damaged_and_lost_leave_readers_at_exact_states(run, store, seed):
+    """100 versions by two epochs. At any time a reader holds exactly a published version, however it was refused in between."""
+    rng = random.Random(seed)
+    g = torch.Generator().manual_seed(seed)
+    truth, epoch, base = {}, 1, None
+    readers = [Follower(store) for _ in range(3)]
+    reached = refused = 0
+    for version in range(1, 101):
+        s = {n: t.clone() for n, t in truth[base].items()} if base else state(seed)
+        for t in s.values():
+            share = rng.choice([0, 0.02, 0.3, 1])
+            bits(t)[torch.rand(t.shape, generator=g).view(-1) < share] += rng.choice([-1, 1, 1000])
+        truth[version] = s
+        if version == 50:
+            epoch, base = run.new_epoch("trainer"), None
+            with pytest.raises(StaleEpochError):
+                store.publish(version, version, s, epoch - 1)
+        keyframe = base is None or rng.random() < 0.15
+        store.publish(version, version, s, epoch, **({} if keyframe else {"previous": truth[base], "base": base}))
+        base = version
+        if rng.random() < 0.2:
+            damage(rng, rng.choice(sorted((run.weights_dir / f"v{version:06d}").iterdir())))
+        if rng.random() < 0.1:
+            (run.weights_dir / f".v{version + 1:06d}.dead.1.tmp").mkdir()  # a writer that was killed
+        if rng.random() < 0.2:
+            store.retire(2)
+        for i, f in enumerate(readers):
+            if rng.random() < 0.05:
+                readers[i] = f = Follower(store)  # killed and started again
+            if rng.random() < 0.5:
+                target = rng.choice(store.versions()[-3:])
+                before = f.version
+                try:
+                    got = f.advance(target)
+                except (StructureError, FileNotFoundError):
+                    refused += 1
+                    got = None
+                assert f.version == (target if got is not None else before)
+                reached += got is not None
+            assert f.version is None or equal(f.state, truth[f.version])
+    assert reached > 20 and refused > 5
