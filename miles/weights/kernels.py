@@ -28,14 +28,15 @@ PIECE_BYTES = 1 << 20
 
 def compiled(function: Callable) -> Callable:
     """`numba.njit` without the GIL, cached outside the source tree or not at all."""
-    before, folder = numba.config.CACHE_DIR, Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles" / "numba"
+    before = numba.config.CACHE_DIR
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles" / "numba"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not os.access(folder, os.W_OK) or folder.stat().st_uid != os.getuid():  # a cache is code: only one's own
             raise PermissionError(folder)
         numba.config.CACHE_DIR = str(folder)  # read once, when the function is wrapped
         return numba.njit(nogil=True, cache=True)(function)
-    except (OSError, RuntimeError):  # RuntimeError: numba found the folder not writable
+    except (OSError, RuntimeError):  # RuntimeError: there is no home, or numba found the folder not writable
         return numba.njit(nogil=True)(function)
     finally:
         numba.config.CACHE_DIR = before

@@ -79,6 +79,13 @@ def test_gaps_signs_and_magnitudes_by_hand():
     assert signs.tolist() == [0b010] and magnitudes.tolist() == [0, 1, 255]
 
 
+def test_without_a_cache_folder_kernels_are_compiled_all_the_same(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    before = kernels.numba.config.CACHE_DIR
+    double = kernels.compiled(lambda x: 2 * x)
+    assert double(21) == 42 and kernels.numba.config.CACHE_DIR == before
+
+
 def test_rare_changes_take_two_byte_gaps():
     old = np.zeros(70000, np.uint8)
     new = old.copy()
