@@ -53,6 +53,9 @@ class EngineWeights:
             manifest = self.store.manifest(newest)
         except FileNotFoundError:
             return False  # retired while we looked
+        except StructureError as e:
+            self._acknowledge(self.version, "", error=str(e))
+            return False
         member = manifest.extra.get("group", {}).get("members", {}).get(str(self._rank))
         if manifest.encoding == "broadcast":
             if member is None or manifest.base != self.version:

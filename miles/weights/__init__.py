@@ -1,6 +1,8 @@
 """Weight versions: what the trainer publishes, how it travels, what an engine acknowledges.
 
-    patch.py      which elements changed, as idempotent (position, new value) pairs; dense where sparse does not pay
+    patch.py      the patch file: which elements changed and by how much, compressed block by block; dense where that does not pay
+    kernels.py    its compiled loops, each with its definition in NumPy
+    digest.py     the digest of a tensor, over blocks; the threads for block work
     store.py      versions as folders: keyframes, deltas and broadcasts, each with a manifest that verifies
     follow.py     the reader's side: from the version it has to the newest one, digests checked
     acks.py       what each engine says it serves

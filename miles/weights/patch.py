@@ -1,47 +1,356 @@
-"""The patch of one tensor: changed positions and their new values. Applying it twice, or to a tensor that has it, changes nothing.
+"""The patch file: what turns one state (name -> tensor) into the next, as differences of the elements that changed.
 
-Values are compared and stored as raw bit patterns, so -0.0, NaN payloads and every format of 1, 2, 4 or 8 bytes survive exactly.
+    "MILESPT1"
+    payloads of the blocks, one after the other
+    index     msgpack of `_Index`: per tensor its name, shape, dtype, digests of base and result, and its blocks
+    footer    u64 bytes of the index (little endian), 16 bytes xxh3-128 of the index, "MILESPT1"
+
+A tensor is cut into blocks of 4 MiB of its bytes (`digest.BLOCK_BYTES`). A block is one of
+
+    same      no payload
+    sparse    the streams: gap symbols (one byte plane, or two: low then high bytes), signs (one bit per change, lowest first), and per byte
+              of the largest magnitude one plane of the magnitudes minus one, lowest first; none when every change is of 1. See `kernels.find`
+    dense     one plane per byte of the element, lowest first, of the new bit patterns: where that is smaller, or there is no base
+
+Each stream is a zstd frame of level 1, or raw where that is not smaller (its stored size then equals its raw size). A block's record holds the
+xxh3-128 of its payload and of its result, so blocks are encoded, written, read, applied and verified independently, in threads. The digest of the
+index vouches for all of it; WeightStore keeps it in the manifest.
+
+A sparse block holds differences against a stated base, not new values: for a step of training that is one bit instead of a dozen. It is still
+idempotent: a block whose bits do not become the recorded result is put back, exactly, and left alone if it was the result already. A wrong
+base, a damaged file or a second application therefore never leave anything but the old state or the new one.
+
+The same holds for any element of 1, 2, 4 or 8 bytes: bit patterns are compared, so -0.0 and NaN payloads survive.
 """
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+import msgspec
+import numpy as np
 import torch
 import xxhash
+import zstandard
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_POSITION_BYTES = 4
+from miles.core import StructureError
+from miles.weights.digest import BLOCK_BYTES, blocks, digest, join, thread_count, threads
+from miles.weights.kernels import ESCAPE, Scratch, find, scatter
+
+State = dict[str, torch.Tensor]
+"""Hugging Face name -> CPU tensor."""
+
+_MAGIC = b"MILESPT1"
+_FOOTER = 8 + 16 + len(_MAGIC)
+_LEVEL = zstandard.ZstdCompressionParameters.from_level(1, hash_log=8)
+"""Level 1 with a small table of matches: gaps have none but by chance, and those cost more than they save (6 % of bytes and 3x the time at 30 %)."""
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Flat integer view of a contiguous tensor's bytes, one element each."""
-    return tensor.contiguous().view(-1).view(_BITS[tensor.element_size()])
+class _Block(msgspec.Struct, array_like=True, frozen=True):
+    kind: Literal["same", "sparse", "dense"]
+    digest: bytes  # of the result
+    payload: bytes = b""  # digest of the stored streams
+    changes: int = 0
+    symbols: int = 0  # gap symbols
+    symbol_bytes: int = 1
+    streams: list[int] = []  # stored sizes
 
 
-def digest(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a tensor's bytes, hex."""
-    return xxhash.xxh3_128_hexdigest(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+class _Tensor(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    shape: list[int]
+    dtype: str
+    base: str  # digest of what the differences are against; empty: the tensor is whole
+    digest: str
+    blocks: list[_Block]
 
 
-def diff(new: torch.Tensor, old: torch.Tensor) -> tuple[str, torch.Tensor | None, torch.Tensor | None]:
-    """What has to be sent to turn `old` into `new` (same shape and dtype).
+class _Index(msgspec.Struct, array_like=True, frozen=True):
+    block_bytes: int
+    tensors: list[_Tensor]
 
-    Returns (kind, positions, values): ("same", None, None); ("sparse", int32 [n], bits [n]); ("dense", None, new).
+
+class _Local(threading.local):
+    """Per thread: buffers and zstd contexts, which are not for sharing."""
+
+    def __init__(self):
+        self.scratch = Scratch(BLOCK_BYTES)
+        self.compress = zstandard.ZstdCompressor(compression_params=_LEVEL).compress
+        self.decompress = zstandard.ZstdDecompressor().decompress
+
+
+_local = _Local()
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Written:
+    size: int  # bytes of the file
+    digest: str  # of the index: of everything
+    tensors: dict[str, tuple[str, bool]]  # name -> digest of the new tensor, whether it changed
+
+
+def write_patch(out: BinaryIO, new: State, old: State, base_digests: dict[str, str] | None = None) -> Written:
+    """Write the patch from `old` to `new`. A tensor that `old` lacks, or has in another shape or dtype, goes whole.
+
+    base_digests: `digest` of each of `old`'s tensors, where they are known; otherwise they are taken here.
     """
-    if new.shape != old.shape or new.dtype != old.dtype:
-        raise ValueError(f"a patch needs equal shape and dtype, got {tuple(new.shape)} {new.dtype} and {tuple(old.shape)} {old.dtype}")
-    a, b = bits(new), bits(old)
-    positions = torch.nonzero(a != b).view(-1)
-    if len(positions) == 0:
-        return "same", None, None
-    if len(positions) * (_POSITION_BYTES + new.element_size()) >= a.numel() * new.element_size() or a.numel() >= 2**31:
-        return "dense", None, new.contiguous()
-    return "sparse", positions.to(torch.int32), a[positions]
+    out.write(_MAGIC)
+    size = len(_MAGIC)
+    jobs: list[tuple[np.ndarray, np.ndarray | None]] = []
+    heads = []
+    for name, tensor in new.items():
+        base = old.get(name)
+        if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
+            base = None
+        parts = blocks(tensor)
+        jobs += zip(parts, blocks(base) if base is not None else [None] * len(parts), strict=True)
+        stated = "" if base is None else base_digests[name] if base_digests else digest(base)
+        heads.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), stated, len(parts)))
+    records = []
+    for record, payload in _in_order(_encode, jobs):
+        records.append(record)
+        for stream in payload:
+            out.write(stream)
+            size += len(stream)
+    rest, tensors = iter(records), []
+    for name, shape, dtype, stated, count in heads:
+        mine = [next(rest) for _ in range(count)]
+        tensors.append(_Tensor(name, shape, dtype, stated, join([b.digest for b in mine]), mine))
+    index = msgspec.msgpack.encode(_Index(BLOCK_BYTES, tensors))
+    mark = xxhash.xxh3_128_digest(index)
+    out.write(index + len(index).to_bytes(8, "little") + mark + _MAGIC)
+    return Written(size + len(index) + _FOOTER, mark.hex(), {t.name: (t.digest, not t.base or any(b.kind != "same" for b in t.blocks)) for t in tensors})
 
 
-def apply_sparse(tensor: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """A new tensor with `values` (bit patterns) at `positions`. Raises IndexError for a position outside."""
-    if len(positions) and (int(positions.min()) < 0 or int(positions.max()) >= tensor.numel()):
-        raise IndexError(f"patch position outside a tensor of {tensor.numel()} elements")
-    out = tensor.clone(memory_format=torch.contiguous_format)
-    bits(out)[positions.long()] = values
-    return out
+def _encode(new: np.ndarray, old: np.ndarray | None) -> tuple[_Block, list[bytes]]:
+    if old is None:
+        return _dense(new, _planes(new))
+    mark = xxhash.xxh3_128()
+    symbols, signs, magnitudes = find(new, old, _local.scratch, mark.update)
+    result = mark.digest()
+    if not len(symbols):
+        return _Block("same", result), []
+    streams = [_pack(p) for p in _byte_planes(symbols)] + [_pack(signs)]
+    if magnitudes is not None:
+        streams += [_pack(p) for p in _byte_planes(magnitudes)[:(int(magnitudes.max()).bit_length() + 7) // 8]]
+    if 2 * sum(map(len, streams)) > new.nbytes:  # else planes of new values cannot be expected to be smaller
+        planes = _planes(new)
+        if sum(map(len, planes)) < sum(map(len, streams)):
+            return _dense(new, planes)
+    changes = len(symbols) - int(np.count_nonzero(symbols == ESCAPE[symbols.dtype]))
+    return _Block("sparse", result, _digest(streams), changes, len(symbols), symbols.itemsize, [len(s) for s in streams]), streams
+
+
+def _dense(new: np.ndarray, streams: list[bytes]) -> tuple[_Block, list[bytes]]:
+    return _Block("dense", xxhash.xxh3_128_digest(new), _digest(streams), streams=[len(s) for s in streams]), streams
+
+
+def _planes(block: np.ndarray) -> list[bytes]:
+    return [_pack(p) for p in _byte_planes(block)]
+
+
+def _byte_planes(values: np.ndarray) -> list[np.ndarray]:
+    """Byte 0 of all values, byte 1 of all values ..."""
+    by_byte = values.view(np.uint8).reshape(len(values), values.itemsize)
+    return [np.ascontiguousarray(by_byte[:, i]) for i in range(values.itemsize)]
+
+
+def _pack(plane: np.ndarray) -> bytes:
+    packed = _local.compress(plane)
+    return packed if len(packed) < plane.nbytes else plane.tobytes()
+
+
+def _digest(streams: Iterable[bytes]) -> bytes:
+    return xxhash.xxh3_128_digest(b"".join(streams))
+
+
+def _in_order(function: Callable, jobs: list[tuple]) -> Iterator[Any]:
+    """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held."""
+    flight: deque[Future] = deque()
+    try:
+        for job in jobs:
+            flight.append(threads().submit(function, *job))
+            if len(flight) > 2 * thread_count():
+                yield flight.popleft().result()
+        while flight:
+            yield flight.popleft().result()
+    finally:
+        wait(flight)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Step:
+    """One block to bring to its recorded result. `view` is the memory to change: the base's own, or that of a new tensor."""
+
+    view: np.ndarray
+    block: _Block
+    offset: int  # of its payload in the file
+    undoable: bool  # the view is the base's own memory
+
+
+class Patch:
+    """An opened patch file. `apply` moves a state forward, `undo` moves it back."""
+
+    def __init__(self, path: Path, size: int | None = None, digest: str | None = None):
+        """Reads the index. size, digest: what the file must be, where that is known. Raises StructureError for any other file."""
+        self.path = path
+        self._undo: list[tuple[_Step, bytes]] = []  # in-place changes and their payloads
+        try:
+            with open(path, "rb") as f:
+                found = os.fstat(f.fileno()).st_size
+                if found < len(_MAGIC) + _FOOTER or (size is not None and found != size):
+                    raise self._damaged(f"it has {found} bytes")
+                magic = f.read(len(_MAGIC))
+                f.seek(found - _FOOTER)
+                footer = f.read(_FOOTER)
+                end = found - _FOOTER - int.from_bytes(footer[:8], "little")  # of the payloads
+                if magic != _MAGIC or footer[24:] != _MAGIC or end < len(_MAGIC):
+                    raise self._damaged("its marks are wrong")
+                f.seek(end)
+                raw = f.read(found - _FOOTER - end)
+            if xxhash.xxh3_128_digest(raw) != footer[8:24] or (digest is not None and footer[8:24].hex() != digest):
+                raise self._damaged("its index has another digest")
+            self._tensors = self._checked(msgspec.msgpack.decode(raw, type=_Index), end)
+        except (OSError, msgspec.MsgspecError) as e:
+            raise self._damaged(str(e)) from e
+
+    def apply(self, base: State, base_digests: dict[str, str] | None = None) -> tuple[State, set[str]]:
+        """The new state and the names of the tensors that changed. Tensors without dense blocks are changed in place: they are the same
+        objects in both states. `base` must own its memory; tensors that share it are told apart here.
+
+        base_digests: digests of `base` that are known (from the manifest it was verified by); they must be the stated ones.
+        Raises StructureError (cause patch-base | patch-file | patch-digest), with every tensor of `base` as it was.
+        """
+        steps: list[_Step] = []
+        state, seen, offset = {}, set(), len(_MAGIC)
+        for t in self._tensors:
+            out, own = self._target(t, base, base_digests, seen)
+            state[t.name] = out
+            for view, block in zip(blocks(out), t.blocks, strict=True):
+                steps.append(_Step(view, block, offset, own))
+                offset += sum(block.streams)
+        try:
+            with open(self.path, "rb") as f:
+                deque(_in_order(self._run, [(f.fileno(), s) for s in steps]), maxlen=0)
+        except BaseException as e:
+            self.undo()
+            if isinstance(e, (OSError, zstandard.ZstdError)):
+                raise self._damaged(str(e)) from e
+            raise
+        return state, {t.name for t in self._tensors if not t.base or any(b.kind != "same" for b in t.blocks)}
+
+    def undo(self) -> None:
+        """Take back what `apply` changed in place: the state it was given is what it was."""
+        for step, payload in self._undo:
+            scatter(step.view, *self._differences(step, payload), undo=True)
+        self._undo = []
+
+    def _target(self, t: _Tensor, base: State, base_digests: dict[str, str] | None, seen: set[int]) -> tuple[torch.Tensor, bool]:
+        """The tensor to change, and whether it is the base's own."""
+        if not t.base:
+            return torch.empty(t.shape, dtype=getattr(torch, t.dtype)), False
+        tensor = base.get(t.name)
+        if tensor is None or list(tensor.shape) != t.shape or str(tensor.dtype) != f"torch.{t.dtype}":
+            found = "nothing" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype}"
+            raise StructureError(f"{self.path} changes {t.name}, of which the reader has {found}", f"its base: {t.shape} {t.dtype} with digest {t.base}",
+                                 "the reader starts again from the last keyframe", cause="patch-base")
+        if base_digests is not None and base_digests.get(t.name) != t.base:
+            raise StructureError(f"{self.path} changes {t.name}, of which the reader has digest {base_digests.get(t.name)}", f"its base {t.base}",
+                                 "the reader starts again from the last keyframe", cause="patch-base")
+        own = tensor.is_contiguous() and tensor.data_ptr() not in seen and all(b.kind != "dense" for b in t.blocks)
+        if tensor.numel():
+            seen.add(tensor.data_ptr())
+        return tensor.detach() if own else tensor.detach().clone(memory_format=torch.contiguous_format), own
+
+    def _run(self, fd: int, step: _Step) -> None:
+        block, view, payload = step.block, step.view, b""
+        if block.kind != "same":
+            payload = os.pread(fd, sum(block.streams), step.offset)
+            if xxhash.xxh3_128_digest(payload) != block.payload:
+                raise self._damaged(f"the block at byte {step.offset} has another digest")
+        if block.kind == "dense":
+            by_byte, at = view.view(np.uint8).reshape(len(view), view.itemsize), 0
+            for i, stored in enumerate(block.streams):
+                by_byte[:, i] = self._unpack(payload[at:at + stored], len(view))
+                at += stored
+        elif block.kind == "sparse":
+            differences = self._differences(step, payload)
+            mark = xxhash.xxh3_128()
+            scatter(view, *differences, seen=mark.update)
+        if (mark.digest() if block.kind == "sparse" else xxhash.xxh3_128_digest(view)) == block.digest:
+            if block.kind == "sparse" and step.undoable:
+                self._undo.append((step, payload))
+            return
+        if block.kind == "sparse":
+            scatter(view, *differences, undo=True)
+            if xxhash.xxh3_128_digest(view) == block.digest:
+                return  # it was there already
+        raise StructureError(f"{self.path}: a block does not become what the trainer had", f"digest {block.digest.hex()}",
+                             "the reader starts again from the last keyframe", cause="patch-digest")
+
+    def _differences(self, step: _Step, payload: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Symbols, signs and magnitudes of a sparse block, proven to stay inside it."""
+        block, length = step.block, len(step.view)
+        if not 0 < block.changes <= block.symbols <= 2 * length:
+            raise self._damaged(f"{block.changes} changes in {block.symbols} symbols do not fit a block of {length}")
+        sizes = [block.symbols] * block.symbol_bytes + [-(-block.changes // 8)]
+        sizes += [block.changes] * (len(block.streams) - len(sizes))
+        planes, at = [], 0
+        for stored, raw in zip(block.streams, sizes, strict=True):
+            planes.append(self._unpack(payload[at:at + stored], raw))
+            at += stored
+        symbols = _from_planes(planes[:block.symbol_bytes], np.dtype(f"u{block.symbol_bytes}"))
+        signs, *magnitudes = planes[block.symbol_bytes:]
+        is_escape = symbols == ESCAPE[symbols.dtype]
+        if block.symbols - np.count_nonzero(is_escape) != block.changes or is_escape[-1] or int(symbols.sum(dtype=np.int64)) + block.changes > length:
+            raise self._damaged(f"positions outside a block of {length} elements")
+        return symbols, signs, _from_planes(magnitudes, step.view.dtype) if magnitudes else None
+
+    def _unpack(self, stored: bytes, raw: int) -> np.ndarray:
+        if len(stored) == raw:
+            return np.frombuffer(stored, np.uint8)
+        if zstandard.frame_content_size(stored) != raw:  # before it is given memory
+            raise self._damaged(f"a stream does not hold {raw} bytes")
+        return np.frombuffer(_local.decompress(stored), np.uint8)
+
+    def _checked(self, index: _Index, end: int) -> list[_Tensor]:
+        """The index's tensors if they describe the payloads up to byte `end`; a file of another writer is refused here, before any tensor is touched."""
+        offset = len(_MAGIC)
+        for t in index.tensors:
+            dtype = getattr(torch, t.dtype, None)
+            if not isinstance(dtype, torch.dtype) or min(t.shape, default=0) < 0:
+                raise self._damaged(f"{t.name} is a {t.dtype} of {t.shape}")
+            if index.block_bytes != BLOCK_BYTES or len(t.blocks) != -(-math.prod(t.shape) * dtype.itemsize // BLOCK_BYTES):
+                raise self._damaged(f"{t.name} has {len(t.blocks)} blocks of {index.block_bytes} bytes")
+            for b in t.blocks:
+                least, most = {"same": (0, 0), "dense": (dtype.itemsize,) * 2, "sparse": (b.symbol_bytes + 1, b.symbol_bytes + 1 + dtype.itemsize)}[b.kind]
+                if not least <= len(b.streams) <= most or min(b.streams, default=0) < 0 or b.symbol_bytes not in (1, 2) or (b.kind != "dense" and not t.base):
+                    raise self._damaged(f"{t.name} has a {b.kind} block of {len(b.streams)} streams")
+                offset += sum(b.streams)
+        if offset != end or len({t.name for t in index.tensors}) != len(index.tensors):
+            raise self._damaged("its blocks do not fill it, or two tensors share a name")
+        return index.tensors
+
+    def _damaged(self, why: str) -> StructureError:
+        return StructureError(f"{self.path} does not match its manifest, or is not a whole patch: {why}", "the file as it was published",
+                              "the version is skipped; the next keyframe repairs it", cause="patch-file")
+
+
+def _from_planes(planes: list[np.ndarray], dtype: np.dtype) -> np.ndarray:
+    """Inverse of `_byte_planes`; planes that are missing are zero."""
+    if len(planes) == dtype.itemsize == 1:
+        return planes[0]
+    by_byte = np.zeros((len(planes[0]), dtype.itemsize), np.uint8)
+    for i, plane in enumerate(planes):
+        by_byte[:, i] = plane
+    return by_byte.view(dtype)[:, 0]

@@ -1,38 +1,37 @@
 """Weight versions on the shared file system.
 
-    RUN/weights/v000012/MANIFEST.json    version, step, base, encoding, per tensor: shape, dtype, digest, kind; per file: size, digest
-    RUN/weights/v000012/weights.safetensors
+    RUN/weights/v000012/MANIFEST.json    version, step, base, encoding, per tensor: shape, dtype, digest; of the file: size, digest
+    RUN/weights/v000012/weights.safetensors | weights.patch
 
-A keyframe holds every tensor and is an ordinary safetensors file with Hugging Face names. A delta holds, per changed tensor, either the
-whole tensor under its name or `NAME::positions` (int32) and `NAME::values` (bit patterns) against its base version. A broadcast version
-has a manifest and no file: its bytes went over the wire. A folder is renamed into place whole, so a version either exists or does not;
+A keyframe holds every tensor and is an ordinary safetensors file with Hugging Face names. A delta is a patch file (miles.weights.patch)
+against its base version. A broadcast version has a manifest and no file: its bytes went over the wire. A folder is renamed into place whole, so a version either exists or does not;
 numbers are never reused, also not after a restart from an older checkpoint, so no version goes backwards.
 """
 
 from __future__ import annotations
 
+import mmap
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
 import xxhash
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from miles.core import Role, StructureError, WeightVersion
 from miles.rundir import RunDir, publish_dir, remove_tree, temp_path
 from miles.rundir.publish import explain_os_errors
-from miles.weights.patch import apply_sparse, diff, digest
+from miles.weights.digest import digest
+from miles.weights.patch import Patch, State, write_patch
 
-State = dict[str, torch.Tensor]
-"""Hugging Face name -> CPU tensor."""
-
-_FILE = "weights.safetensors"
+_KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
 
 
-class Manifest(msgspec.Struct, frozen=True):
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """MANIFEST.json. `extra` carries what a transport needs (the address of a broadcast group) and the engines' expected checksum."""
 
     version: int
@@ -45,6 +44,7 @@ class Manifest(msgspec.Struct, frozen=True):
     file_size: int = 0
     file_digest: str = ""
     extra: dict[str, Any] = {}
+    mark: str = ""  # xxh3-128 of this JSON with an empty mark
 
     def as_version(self) -> WeightVersion:
         t = self.tensors
@@ -59,6 +59,15 @@ class Manifest(msgspec.Struct, frozen=True):
 
 def combined_digest(digests: dict[str, str]) -> str:
     return xxhash.xxh3_128_hexdigest("\n".join(f"{k} {v}" for k, v in sorted(digests.items())).encode())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What reading one version gave."""
+
+    state: State
+    changed: set[str]
+    undo: Callable[[], None]
 
 
 class WeightStore:
@@ -76,7 +85,15 @@ class WeightStore:
         return max(self.versions(), default=None)
 
     def manifest(self, version: int) -> Manifest:
-        return msgspec.json.decode((self._path(version) / "MANIFEST.json").read_bytes(), type=Manifest)
+        """Raises FileNotFoundError for a version that does not exist (any more), StructureError for a manifest that is not what was published."""
+        path = self._path(version) / "MANIFEST.json"
+        try:
+            m = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+            raise _damaged_manifest(path, str(e)) from e
+        if m.version != version or m.mark != _mark(m):
+            raise _damaged_manifest(path, f"it says v{m.version} and carries the mark of other content")
+        return m
 
     def chain(self, target: int, have: int | None) -> list[Manifest] | None:
         """Versions to read, in order, to get from `have` to `target`; None when no such path exists (a broadcast lies between)."""
@@ -95,69 +112,53 @@ class WeightStore:
             at = m.base
         return out[::-1]
 
-    def read(self, manifest: Manifest, base: State) -> State:
-        """The full state of `manifest`'s version from its base's state. Every digest is checked; raises StructureError otherwise."""
-        path = self._path(manifest.version) / _FILE
-        data = path.read_bytes()
-        if len(data) != manifest.file_size or xxhash.xxh3_128_hexdigest(data) != manifest.file_digest:
-            raise StructureError(f"{path} does not match its manifest", f"{manifest.file_size} bytes with digest {manifest.file_digest}",
+    def read(self, manifest: Manifest, base: State, held: Manifest | None = None) -> Step:
+        """Go on to `manifest`'s version from its base's state (unused for a keyframe). Every digest is checked.
+
+        A delta changes `base`'s tensors in place where it can, and `Step.undo` takes that back; `base` must own its memory.
+        held: the manifest that `base` was verified by, if any: its digests must be those the delta was made against.
+        Raises StructureError otherwise, with `base` as it was.
+        """
+        folder = self._path(manifest.version)
+        if manifest.encoding == "keyframe":
+            state = _load_keyframe(folder / _KEYFRAME, manifest)
+            step = Step(state, set(state), lambda: None)
+        else:
+            patch = Patch(folder / _DELTA, manifest.file_size, manifest.file_digest)
+            state, changed = patch.apply(base, {n: i["digest"] for n, i in held.tensors.items()} if held is not None else None)
+            step = Step(state, changed, patch.undo)
+        wrong = [n for n in state.keys() | manifest.tensors.keys() if n not in state or n not in manifest.tensors]
+        if wrong:
+            step.undo()
+            raise StructureError(f"v{manifest.version}: file and manifest differ in the tensors they name: {sorted(wrong)[:5]}", "the same names in both",
                                  "the version is skipped; the next keyframe repairs it", cause="patch-file")
-        del data
-        state: State = {}
-        with safe_open(path, framework="pt") as f:
-            for name, info in manifest.tensors.items():
-                if info["kind"] == "dense":
-                    tensor = f.get_tensor(name)
-                elif name not in base:
-                    raise StructureError(f"v{manifest.version}: {name} needs base v{manifest.base}, which the reader lacks",
-                                         "the base state", "read from the last keyframe", cause="patch-base")
-                elif info["kind"] == "same":
-                    tensor = base[name]
-                else:
-                    tensor = apply_sparse(base[name], f.get_tensor(f"{name}::positions"), f.get_tensor(f"{name}::values"))
-                if digest(tensor) != info["digest"]:
-                    raise StructureError(f"v{manifest.version}: {name} has another digest than the trainer's", info["digest"],
-                                         "the reader starts again from the last keyframe", cause="patch-digest")
-                state[name] = tensor
-        return state
+        return step
 
     # -- publishing ----------------------------------------------------------------------------------------------------------
     def publish(self, version: int, step: int, state: State, epoch: int, *, previous: State | None = None, base: int | None = None,
                 extra: dict[str, Any] | None = None) -> Manifest:
         """Publish a keyframe, or with `previous` (the state of version `base`) a delta. Fenced by the trainer's epoch."""
-        payload: State = {}
-        tensors: dict[str, dict[str, Any]] = {}
-        for name, tensor in state.items():
-            kind, positions, values = diff(tensor, previous[name]) if previous is not None else ("dense", None, tensor.contiguous())
-            if kind == "dense":
-                payload[name] = values
-            elif kind == "sparse":
-                payload[f"{name}::positions"], payload[f"{name}::values"] = positions, values
-            tensors[name] = _describe(tensor, kind)
-        encoding = "keyframe" if previous is None else "delta"
-        return self._publish(version, step, base if previous is not None else None, encoding, epoch, tensors, payload, extra or {})
+        if previous is None:
+            return self._publish(version, step, None, "keyframe", epoch, lambda tmp: _save_keyframe(tmp / _KEYFRAME, state), extra or {})
+        try:
+            base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
+        except (FileNotFoundError, StructureError):
+            base_digests = None  # readers that have the base can use the delta all the same
+        return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, state, previous, base_digests), extra or {})
 
     def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: dict[str, Any]) -> Manifest:
         """Announce a version whose bytes travel over a process group."""
-        tensors = {name: _describe(t, "dense") for name, t in state.items()}
-        return self._publish(version, step, base, "broadcast", epoch, tensors, None, extra)
+        return self._publish(version, step, base, "broadcast", epoch, lambda _: (_describe(state), 0, ""), extra)
 
-    def _publish(self, version, step, base, encoding, epoch, tensors, payload, extra) -> Manifest:
+    def _publish(self, version, step, base, encoding, epoch, save: Callable[[Path], _Saved], extra) -> Manifest:
         self._run.check_epoch(Role.TRAINER, epoch)
         final = self._path(version)
         tmp = temp_path(final)
         with explain_os_errors(final):
             tmp.mkdir()
-            size, file_digest = 0, ""
-            if payload is not None:
-                save_file(payload, tmp / _FILE, metadata={"format": "pt"})
-                h = xxhash.xxh3_128()
-                with open(tmp / _FILE, "rb") as f:
-                    while block := f.read(1 << 24):
-                        h.update(block)
-                        size += len(block)
-                file_digest = h.hexdigest()
+            tensors, size, file_digest = save(tmp)
             m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra)
+            m = msgspec.structs.replace(m, mark=_mark(m))
             (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
         publish_dir(tmp, final)
         return m
@@ -165,7 +166,7 @@ class WeightStore:
     def retire(self, keep_keyframes: int) -> list[int]:
         """Remove versions older than the `keep_keyframes`-th newest keyframe. Returns those removed."""
         versions = self.versions()
-        keyframes = [v for v in versions if self.manifest(v).encoding == "keyframe"]
+        keyframes = [v for v in versions if self._is_keyframe(v)]
         if len(keyframes) <= keep_keyframes:
             return []
         gone = [v for v in versions if v < keyframes[-keep_keyframes]]
@@ -173,9 +174,63 @@ class WeightStore:
             remove_tree(self._path(v))
         return gone
 
+    def _is_keyframe(self, version: int) -> bool:
+        try:
+            return self.manifest(version).encoding == "keyframe"
+        except (FileNotFoundError, StructureError):
+            return False  # nobody can read it
+
     def _path(self, version: int) -> Path:
         return self._dir / f"v{version:06d}"
 
 
-def _describe(tensor: torch.Tensor, kind: str) -> dict[str, Any]:
-    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest(tensor), "kind": kind}
+def _mark(m: Manifest) -> str:
+    return xxhash.xxh3_128_hexdigest(msgspec.json.encode(msgspec.structs.replace(m, mark="")))
+
+
+def _damaged_manifest(path: Path, why: str) -> StructureError:
+    return StructureError(f"{path} is not the manifest that was published: {why}", "the file as it was published",
+                          "the version is skipped; the next keyframe repairs it", cause="manifest")
+
+
+_Saved = tuple[dict[str, dict[str, Any]], int, str]  # the manifest's tensors, size and digest of the file
+
+
+def _describe(state: State, digests: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
+    return {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "digest": digests[n] if digests else digest(t)}
+            for n, t in state.items()}
+
+
+def _save_delta(path: Path, state: State, previous: State, base_digests: dict[str, str] | None) -> _Saved:
+    with open(path, "wb") as f:
+        written = write_patch(f, state, previous, base_digests)
+    return _describe(state, {n: d for n, (d, _) in written.tensors.items()}), written.size, written.digest
+
+
+def _save_keyframe(path: Path, state: State) -> _Saved:
+    save_file({n: t.contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        return _describe(state), len(data), xxhash.xxh3_128_hexdigest(data)
+
+
+def _load_keyframe(path: Path, manifest: Manifest) -> State:
+    """The tensors in memory of their own, not in a mapping of the file: the file may be retired, and patches change them in place."""
+    data = bytearray(manifest.file_size)
+    with open(path, "rb") as f:
+        complete = f.readinto(data) == len(data) and not f.read(1)
+    if not complete or xxhash.xxh3_128_hexdigest(data) != manifest.file_digest:
+        raise StructureError(f"{path} does not match its manifest", f"{manifest.file_size} bytes with digest {manifest.file_digest}",
+                             "the version is skipped; the next keyframe repairs it", cause="patch-file")
+    view = memoryview(data)
+    start = 8 + int.from_bytes(view[:8], "little")
+    header = msgspec.json.decode(view[8:start])
+    state: State = {}
+    for name in header.keys() - {"__metadata__"}:
+        info, (begin, end) = manifest.tensors[name], header[name]["data_offsets"]
+        dtype = getattr(torch, info["dtype"])
+        flat = torch.frombuffer(data, dtype=dtype, offset=start + begin, count=(end - begin) // dtype.itemsize) if end > begin else torch.empty(0, dtype=dtype)
+        state[name] = flat.view(info["shape"])
+        if digest(state[name]) != info["digest"]:
+            raise StructureError(f"v{manifest.version}: {name} has another digest than the trainer's", info["digest"],
+                                 "the version is skipped; the next keyframe repairs it", cause="patch-digest")
+    return state

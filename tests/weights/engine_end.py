@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from sglang.srt.utils.common import init_custom_process_group
 
-from miles.weights.patch import digest
+from miles.weights.digest import digest
 
 run, rank = Path(sys.argv[1]), sys.argv[2]
 deadline = time.time() + 30
