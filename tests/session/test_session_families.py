@@ -1,0 +1,40 @@
+"""Every named family: `auto` picks its rule, the proof holds, and what is put together equals what the engine was sent."""
+
+import subprocess
+import sys
+from typing import get_args
+
+import pytest
+
+from miles.config.schema import Boundary
+from miles.session import verify
+from miles.session.boundary import RULES
+from tests.conftest import ROOT
+from tests.engine.tiny import CHATML, make_tokenizer
+from tests.session.families import FAMILIES, make_chat
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request, tmp_path_factory):
+    return FAMILIES[request.param], make_chat(request.param, tmp_path_factory.mktemp("family"))
+
+
+def test_every_rule_has_a_family_here():
+    assert {f.rule for f in FAMILIES.values()} == set(RULES)
+    assert set(get_args(Boundary)) == {"auto", *RULES}, "model.boundary offers every rule"
+
+
+def test_auto_picks_the_rule_and_the_proof_holds(family):
+    expected, chat = family
+    assert chat.boundary.name == expected.rule
+    assert verify(chat) > 150
+
+
+@pytest.mark.parametrize(("template", "code", "says"), [
+    (CHATML, 0, "boundary rule chatml, stop tokens <|im_end|>"),
+    (CHATML.replace("{{ m.content }}", "{{ loop.length }}{{ m.content }}"), 2, "smallest failing conversation:\n    user: ''\n    assistant: ''\n    user: ''\n"),
+])
+def test_the_tool_proves_a_folder_or_shows_the_smallest_counter_example(tmp_path, template, code, says):
+    make_tokenizer(tmp_path, template)
+    done = subprocess.run([sys.executable, ROOT / "tools/verify_template", tmp_path], capture_output=True, text=True)
+    assert done.returncode == code and says in done.stdout + done.stderr, done
