@@ -119,8 +119,13 @@ def template(config: MilesConfig, site: SiteConfig) -> str:
     """The chat template is append-only under the boundary rule, proven on synthetic conversations."""
     if not (Path(config.model.path) / "config.json").is_file():
         raise Unknown(f"{config.model.path} is not there: its chat template cannot be tried")
-    from miles.session import ChatTokenizer, verify  # transformers: seconds of imports
+    from miles.session import (  # transformers: seconds of imports
+        ChatTokenizer,
+        load_replay,
+        verify,
+    )
 
+    load_replay(config.rollout.replay)
     chat = ChatTokenizer.from_folder(config.model.path, config.model.boundary)
     return f"append-only on {verify(chat)} conversations, boundary rule {chat.boundary.name}"
 

@@ -63,6 +63,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1.0, description="Nucleus sampling. Only 1.0 keeps rollout and trainer distributions equal; others are refused.")
     turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
+    replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
 

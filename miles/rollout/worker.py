@@ -26,7 +26,13 @@ from miles.env import EpisodeLimits, Task, run_episode
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
-from miles.session import ChatTokenizer, SessionLimits, SessionServer, SessionService
+from miles.session import (
+    ChatTokenizer,
+    SessionLimits,
+    SessionServer,
+    SessionService,
+    load_replay,
+)
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
@@ -43,6 +49,7 @@ class Worker:
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
+        self._replay = load_replay(c.rollout.replay)
         self._service: SessionService | None = None
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
@@ -93,7 +100,7 @@ class Worker:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
-            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention)
+            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention, replay=self._replay)
             server = SessionServer(service, self._run.token)
             lease = lease_port(c.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
             try:

@@ -29,7 +29,7 @@ class Boundary:
     # that what follows a reply does not depend on it, and `miles.session.verify` holds the template to that.
     drops_reasoning: bool = False
     parser: str = "hermes"  # SGLang's name of the parser for this family's tool calls
-    call_mark: str = "<tool_call>"  # opens each call in a reply; "" where calls are bare JSON
+    call_mark: str = "<tool_call>"  # stands in a reply once for each call, or once for several
     numbered_calls: bool = False  # call ids are functions.NAME:INDEX, counted over the conversation, and the template shows them to the model
 
 
@@ -40,7 +40,8 @@ RULES = {
                  call_mark="<|tool_call_begin|>", numbered_calls=True),
         Boundary("deepseek-v3.2", ("<｜end▁of▁sentence｜>",), marks=("<｜User｜>", "</think>"), reasoning=THINK, drops_reasoning=True,
                  parser="deepseekv32", call_mark="<｜DSML｜invoke"),
-        Boundary("llama-3", ("<|eot_id|>", "<|eom_id|>"), marks=("<|start_header_id|>",), parser="llama3", call_mark=""),
+        Boundary("llama-3", ("<|eot_id|>", "<|eom_id|>"), marks=("<|start_header_id|>",), parser="llama3",
+                 call_mark='"parameters"'),
         Boundary("glm", ("<|user|>", "<|observation|>", "<|endoftext|>"), opens_next=True, reasoning=THINK, drops_reasoning=True,
                  parser="glm47"),  # GLM-4.5, 4.7, 5
         Boundary("qwen3-thinking", ("<|im_end|>",), marks=("<|im_start|>", "</think>"), reasoning=THINK, drops_reasoning=True, parser="qwen25"),

@@ -46,7 +46,7 @@ def conversations(*, reasoning: bool = False) -> list[list[Message]]:
 
 
 def _random_conversation(rng: random.Random, reasoning: bool) -> list[Message]:
-    text = lambda: rng.choice([*TEXTS, "".join(rng.choices("ab \n\té日🙂{}<|>\"'\\", k=rng.randrange(12)))])  # noqa: E731
+    text = lambda: rng.choice([*TEXTS, "".join(rng.choices("ab \n\té日🙂{}<|>\"'\\", k=rng.randrange(12)))])
     messages = [_m("system", text())] * rng.randrange(2) + [_m("user", text())]
     for _ in range(rng.randrange(1, 5)):
         reply = _m("assistant", rng.choice(REPLIES))

@@ -105,7 +105,10 @@ class DeepSeekV32:
         self.encode, self.decode = tokenizer.encode, tokenizer.decode
 
     def apply_chat_template(self, conversation, *, tools, tokenize, add_generation_prompt):
-        from sglang.srt.entrypoints.openai.encoding_dsv32 import DS32EncodingError, encode_messages
+        from sglang.srt.entrypoints.openai.encoding_dsv32 import (
+            DS32EncodingError,
+            encode_messages,
+        )
 
         messages = [{**m, "tool_calls": [{**c, "function": {**c["function"], "arguments": json.dumps(c["function"]["arguments"], ensure_ascii=False)}}
                                          for c in m.get("tool_calls") or []]} for m in conversation]

@@ -36,5 +36,5 @@ def test_auto_picks_the_rule_and_the_proof_holds(family):
 ])
 def test_the_tool_proves_a_folder_or_shows_the_smallest_counter_example(tmp_path, template, code, says):
     make_tokenizer(tmp_path, template)
-    done = subprocess.run([sys.executable, ROOT / "tools/verify_template", tmp_path], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, ROOT / "tools/verify_template", tmp_path], capture_output=True, text=True, check=False)
     assert done.returncode == code and says in done.stdout + done.stderr, done
