@@ -208,7 +208,7 @@ def parse_nodes(text: str, default: bool) -> dict[str, int]:
 
 def slurm_mpi(config: MilesConfig, site: SiteConfig) -> str:
     done = slurm.command(["srun", "--mpi=list"])
-    plugins = re.findall(r"^\s+(\w+)\s*$", done.stdout + done.stderr, re.M)
+    plugins = re.findall(r"^\s+(\w+)\s*$", done.stdout + done.stderr, re.MULTILINE)
     if site.mpi not in plugins and not any(p.startswith(site.mpi) for p in plugins):
         raise EnvironmentFault(f"site.mpi = {site.mpi}, this Slurm has {', '.join(plugins)}", "one of these, fitting mpi4py's library", "correct site.mpi")
     return f"srun --mpi={site.mpi}"

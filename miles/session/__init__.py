@@ -3,7 +3,13 @@
 Must not talk to the trainer.
 """
 
-from miles.session.assemble import Assembled, assemble, assemble_leaves, is_exact, to_trajectory
+from miles.session.assemble import (
+    Assembled,
+    assemble,
+    assemble_leaves,
+    is_exact,
+    to_trajectory,
+)
 from miles.session.history import Checkpoint, History
 from miles.session.replay import load_replay
 from miles.session.server import SessionServer

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
 from jinja2 import TemplateError
 
 from miles.config import MilesConfig

@@ -69,7 +69,8 @@ class ChatTokenizer:
         """Ids that follow a reply whose last sampled token is `last_id`, for all messages appended to it, up to where the model answers.
 
         `reply`: the reply's message; tool results are rendered behind its calls. Raises StructureError (cause "tokenization:merge") where the
-        stop token does not stand alone in front of them: its ids then differ from those in context, and nothing may be trained on them.
+        stop token does not stand alone in front of them: its ids then differ from those in context, and nothing may be trained on them; and
+        (cause "request:template") where the template writes nothing.
         """
         text = self.tail(messages, reply, tools)
         ids = self.encode(text)
@@ -79,7 +80,10 @@ class ChatTokenizer:
                                  "a special token as stop token; run tools/verify_template on the model's folder", cause="tokenization:merge")
         # The sampled stop token stands for the one the template writes, unless this rule's stop token opens a message and the model opened
         # another kind than the one that came.
-        return ids[1:] if ids[0] == last_id or not self.boundary.opens_next else ids
+        new = ids[1:] if ids[0] == last_id or not self.boundary.opens_next else ids
+        if not new:  # e.g. DeepSeek's empty system message, which has no header
+            raise StructureError(f"the chat template writes nothing for {messages!r:.160}", "messages that the model sees", cause="request:template")
+        return new
 
     def text(self, output_ids: Sequence[int]) -> str:
         """What the model said, without the stop token."""

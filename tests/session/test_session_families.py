@@ -30,6 +30,20 @@ def test_auto_picks_the_rule_and_the_proof_holds(family):
     assert verify(chat) > 150
 
 
+@pytest.mark.parametrize(("said", "reasoning", "content"), [
+    ("hmm\n</think>\n\nok", "hmm", "ok"), ("<think>\nhmm\n</think>\n\nok", "hmm", "ok"), ("</think>ok", "", "ok"), ("still thinking", "still thinking", ""),
+    ("a</think>b</think>c", "a", "b</think>c"),
+])
+def test_reasoning_is_told_apart_where_the_prompt_opens_it(family, said, reasoning, content):
+    _, chat = family
+    if not chat.boundary.reasoning:
+        assert chat.split_reasoning(said) == (None, said)
+    elif chat._prompt_opens_reasoning or "</think>" in said:
+        assert chat.split_reasoning(said) == (reasoning, content)
+    else:
+        assert chat.split_reasoning(said) == (None, said)
+
+
 @pytest.mark.parametrize(("template", "code", "says"), [
     (CHATML, 0, "boundary rule chatml, stop tokens <|im_end|>"),
     (CHATML.replace("{{ m.content }}", "{{ loop.length }}{{ m.content }}"), 2, "smallest failing conversation:\n    user: ''\n    assistant: ''\n    user: ''\n"),
