@@ -28,7 +28,7 @@ def parse_calls(text: str, tools: Sequence[dict[str, Any]], rule: Boundary, earl
         return text, []
     try:
         content, items = parser.parse_non_stream(text)
-    except Exception as e:  # a parser meets whatever a model can write; its text is then a reply without calls
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:  # a parser meets whatever a model can write; its text is then a reply without calls
         log.info("%s could not parse a tool call: %s", rule.parser, e)
         return text, []
     offered = {t["function"]["name"] for t in tools}

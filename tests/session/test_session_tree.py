@@ -110,7 +110,7 @@ moves = st.lists(st.tuples(st.integers(0, 20), ids, ids, st.sampled_from(["stop"
 def test_random_trees_train_every_kept_sampled_token_once(moves):
     """A harness that goes on from any earlier turn, folds to nothing, or asks again; `conversations[i]` is what turn i ended with."""
     h, conversations = History(branching=True), []
-    for n, (origin, given, sampled, finish, again) in enumerate(moves):
+    for n, (origin, prompt, sampled, finish, again) in enumerate(moves):
         origin = origin % (n + 1) - 1  # ROOT or an earlier turn
         if again and origin != ROOT:  # the same request as that turn's
             parent, request = h.nodes[origin].parent, conversations[origin][:-1]
@@ -120,7 +120,7 @@ def test_random_trees_train_every_kept_sampled_token_once(moves):
         if parent == ROOT or all(h.nodes[i].turn.finish_reason == "stop" for i in h.path(parent)):
             assert kept.head == parent, "it goes on from the very turn"
         assert [*kept.messages, *appended] == request
-        h, _ = say(h, request, f"r{n}", given, sampled, finish=finish)
+        h, _ = say(h, request, f"r{n}", prompt, sampled, finish=finish)
         conversations.append([*request, said(f"r{n}")])
         assert h.messages == conversations[-1]
     leaves = h.leaves()
@@ -142,7 +142,7 @@ def test_random_trees_train_every_kept_sampled_token_once(moves):
 @given(moves)
 def test_a_linear_history_takes_what_goes_on_from_its_last_turn_or_repeats_it_and_nothing_else(moves):
     h, request = History(), []
-    for n, (origin, given, sampled, finish, again) in enumerate(moves):
+    for n, (origin, prompt, sampled, finish, again) in enumerate(moves):
         depth = len(h.nodes)
         back = origin % (depth + 1)
         messages = [m for c in h.nodes[: depth - back] for m in c.messages]
@@ -154,7 +154,7 @@ def test_a_linear_history_takes_what_goes_on_from_its_last_turn_or_repeats_it_an
                 h.match(request)
             assert h is before and (e.value.cause == "history:truncated") == bool(cut)
             continue
-        h, cause = say(h, request, f"r{n}", given, sampled, finish=finish)
+        h, cause = say(h, request, f"r{n}", prompt, sampled, finish=finish)
         assert len(h.nodes) == depth - back + 1 and cause == ("retry" if back else "") and h.leaves() == (len(h.nodes) - 1,)
     if h.nodes:
         (only,) = assemble_leaves(h)
