@@ -28,7 +28,7 @@ class Boundary:
     # The template leaves reasoning out of earlier replies when it renders a whole conversation. A session keeps it, as it was sampled: the rule is
     # that what follows a reply does not depend on it, and `miles.session.verify` holds the template to that.
     drops_reasoning: bool = False
-    parser: str = "hermes"  # SGLang's name of the parser for this family's tool calls
+    parsers: tuple[str, ...] = ("hermes",)  # SGLang's names of the parsers for this family's tool calls; the first that reads all of a reply's
     call_mark: str = "<tool_call>"  # stands in a reply once for each call, or once for several
     numbered_calls: bool = False  # call ids are functions.NAME:INDEX, counted over the conversation, and the template shows them to the model
 
@@ -36,16 +36,16 @@ class Boundary:
 RULES = {
     rule.name: rule
     for rule in (  # `auto` takes the first whose stop token and marks fit, so the general ones come last
-        Boundary("kimi-k2", ("<|im_end|>",), marks=("<|im_middle|>",), reasoning=THINK, drops_reasoning=True, parser="kimi_k2",
+        Boundary("kimi-k2", ("<|im_end|>",), marks=("<|im_middle|>",), reasoning=THINK, drops_reasoning=True, parsers=("kimi_k2",),
                  call_mark="<|tool_call_begin|>", numbered_calls=True),
         Boundary("deepseek-v3.2", ("<｜end▁of▁sentence｜>",), marks=("<｜User｜>", "</think>"), reasoning=THINK, drops_reasoning=True,
-                 parser="deepseekv32", call_mark="<｜DSML｜invoke"),
-        Boundary("llama-3", ("<|eot_id|>", "<|eom_id|>"), marks=("<|start_header_id|>",), parser="llama3",
+                 parsers=("deepseekv32",), call_mark="<｜DSML｜invoke"),
+        Boundary("llama-3", ("<|eot_id|>", "<|eom_id|>"), marks=("<|start_header_id|>",), parsers=("llama3",),
                  call_mark='"parameters"'),
         Boundary("glm", ("<|user|>", "<|observation|>", "<|endoftext|>"), opens_next=True, reasoning=THINK, drops_reasoning=True,
-                 parser="glm47"),  # GLM-4.5, 4.7, 5
-        Boundary("qwen3-thinking", ("<|im_end|>",), marks=("<|im_start|>", "</think>"), reasoning=THINK, drops_reasoning=True, parser="qwen25"),
-        Boundary("qwen3", ("<|im_end|>",), marks=("<|im_start|>user\n<tool_response>",), parser="qwen25"),  # also Qwen2.5
+                 parsers=("glm47", "glm45")),  # GLM-4.5, 4.7, 5
+        Boundary("qwen3-thinking", ("<|im_end|>",), marks=("<|im_start|>", "</think>"), reasoning=THINK, drops_reasoning=True, parsers=("qwen25",)),
+        Boundary("qwen3", ("<|im_end|>",), marks=("<|im_start|>user\n<tool_response>",), parsers=("qwen25",)),  # also Qwen2.5
         Boundary("smollm2", ("<|im_end|>",), marks=("SmolLM",)),
         Boundary("chatml", ("<|im_end|>",)),
     )

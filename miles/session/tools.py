@@ -23,20 +23,21 @@ def parse_calls(text: str, tools: Sequence[dict[str, Any]], rule: Boundary, earl
         return text, []
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
 
-    parser = FunctionCallParser(_sglang_tools(tools), rule.parser)
-    if not parser.has_tool_call(text):
-        return text, []
-    try:
-        content, items = parser.parse_non_stream(text)
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:  # a parser meets whatever a model can write; its text is then a reply without calls
-        log.info("%s could not parse a tool call: %s", rule.parser, e)
-        return text, []
-    offered = {t["function"]["name"] for t in tools}
-    calls = [c for i, item in enumerate(items) if item.name in offered and (c := _call(item.name, item.parameters, rule, earlier_calls + i))]
-    # Some parsers leave out single calls that do not parse, or name a function that was not offered; others let them through.
-    if not calls or len(calls) < max(len(items), text.count(rule.call_mark)):
-        return text, []
-    return content, calls
+    offered, typed = {t["function"]["name"] for t in tools}, _sglang_tools(tools)
+    for name in rule.parsers:
+        parser = FunctionCallParser(typed, name)
+        if not parser.has_tool_call(text):
+            continue
+        try:
+            content, items = parser.parse_non_stream(text)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:  # a parser meets whatever a model can write
+            log.info("%s could not parse a tool call: %s", name, e)
+            continue
+        calls = [c for i, item in enumerate(items) if item.name in offered and (c := _call(item.name, item.parameters, rule, earlier_calls + i))]
+        # Some parsers leave out single calls that do not parse, or name a function that was not offered; others let them through.
+        if calls and len(calls) >= max(len(items), text.count(rule.call_mark)):
+            return content, calls
+    return text, []
 
 
 def check_tools(tools: Any) -> list[dict[str, Any]] | None:

@@ -122,8 +122,11 @@ class DeepSeekV32:
             raise TemplateError(str(e)) from e
 
 
-def make_chat(name: str, folder, boundary: str = "auto") -> ChatTokenizer:
+def make_chat(name: str, folder, change: tuple[str, str] = ("", "")) -> ChatTokenizer:
+    """The family's tokenizer and template; `change` = (text, what stands there instead) for variants of it."""
     family = FAMILIES[name]
-    template = family.template.replace("%}\n", "%}{{ '\\n' }}")  # Hugging Face's environment drops a newline right after a block
+    assert change[0] in family.template
+    template = family.template.replace(*change) if change[0] else family.template
+    template = template.replace("%}\n", "%}{{ '\\n' }}")  # Hugging Face's environment drops a newline right after a block
     tokenizer = make_tokenizer(folder, template or "none", family.specials)
-    return ChatTokenizer(DeepSeekV32(tokenizer) if name == "deepseek-v3.2" else tokenizer, boundary)
+    return ChatTokenizer(DeepSeekV32(tokenizer) if name == "deepseek-v3.2" else tokenizer)

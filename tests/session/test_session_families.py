@@ -1,5 +1,6 @@
 """Every named family: `auto` picks its rule, the proof holds, and what is put together equals what the engine was sent."""
 
+import re
 import subprocess
 import sys
 from typing import get_args
@@ -7,6 +8,7 @@ from typing import get_args
 import pytest
 
 from miles.config.schema import Boundary
+from miles.core import ConfigError
 from miles.session import verify
 from miles.session.boundary import RULES
 from tests.conftest import ROOT
@@ -28,6 +30,28 @@ def test_auto_picks_the_rule_and_the_proof_holds(family):
     expected, chat = family
     assert chat.boundary.name == expected.rule
     assert verify(chat) > 150
+
+
+KEEPS = ("loop.index0 > ns.asked and ", "")  # what GLM-4.7 calls preserved thinking
+ANSWER = "{{ m.content }}{% for c in"  # where Qwen's templates write a reply's content
+
+
+@pytest.mark.parametrize("name", ["qwen3-thinking", "glm-4.7"])
+def test_reasoning_of_earlier_turns_may_be_kept_or_dropped(name, tmp_path):
+    dropping, keeping = make_chat(name, tmp_path), make_chat(name, tmp_path, KEEPS)
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning_content": "because"}, {"role": "user", "content": "r"}]
+    assert "because" not in dropping.render(talk) and "because" in keeping.render(talk)
+    assert verify(keeping) == verify(dropping) and keeping.append(talk[2:], keeping.stop_ids[0]) == dropping.append(talk[2:], dropping.stop_ids[0])
+
+
+@pytest.mark.parametrize(("change", "says"), [
+    ((ANSWER, "{% if loop.index0 > ns.asked %}{{ m.content }}{% endif %}{% for c in"), "does not render a reply's content"),  # drops the answer too
+    ((ANSWER, "{{ m.content }}{% if m.reasoning_content and loop.index0 < ns.asked %} (thought){% endif %}{% for c in"), "text before the appended messages changed"),
+    (("<|im_start|>{{ m.role }}\n{{ m.content }}", "<|im_start|>{{ m.role }}\n{% if loop.index0 > 3 %}(later) {% endif %}{{ m.content }}"), "appended text differs"),
+])
+def test_dropping_reasoning_excuses_nothing_else(change, says, tmp_path):
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        verify(make_chat("qwen3-thinking", tmp_path, change))
 
 
 @pytest.mark.parametrize(("said", "reasoning", "content"), [

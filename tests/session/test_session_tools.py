@@ -65,6 +65,12 @@ def test_text_in_front_of_a_call_stays_content():
     assert content == "I look." and len(calls) == 1
 
 
+def test_glm_calls_of_both_layouts_parse():
+    spread = "<tool_call>run\n<arg_key>path</arg_key>\n<arg_value>a.txt</arg_value>\n<arg_key>n</arg_key>\n<arg_value>3</arg_value>\n</tool_call>"  # GLM-4.5
+    (call,) = parse_calls(spread, TOOLS, RULES["glm"])[1]
+    assert json.loads(call["function"]["arguments"]) == {"path": "a.txt", "n": 3}
+
+
 def test_kimi_counts_its_calls_over_the_conversation():
     _, calls = parse_calls(kimi(("run", "{}"), ("run", "{}")), TOOLS, RULES["kimi-k2"], earlier_calls=3)
     assert [c["id"] for c in calls] == ["functions.run:3", "functions.run:4"]
