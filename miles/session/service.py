@@ -93,8 +93,9 @@ class Session:
     async def chat(self, messages: list[Message], max_tokens: int | None = None, tools: list[dict[str, Any]] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. Nothing of the session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a
-        second request at the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
+        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. Nothing of the
+        session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a second request at
+        the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
         """
         if self._busy:
             raise SessionBusy(f"session {self.id} is answering another request", "one request at a time", "wait for its reply")
@@ -113,13 +114,14 @@ class Session:
         kept, appended, _ = self.history.match(check_messages(messages), service.replay)
         last = kept.last
         if last and tools != self._tools:
-            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt", "the same tools in every turn",
-                                 "open another session for other tools", cause="history:tools")
+            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt",
+                                 "the same tools in every turn", "open another session for other tools", cause="history:tools")
         before = last.tokens if last else np.zeros(0, dtype=np.int32)
         try:
             new = chat.append(appended, int(before[-1]), last.reply, tools) if last else chat.first(appended, tools)
         except TemplateError as e:
-            raise StructureError(f"the chat template refuses these messages: {e}", "a conversation that this model's template can write", cause="request:template") from e
+            raise StructureError(f"the chat template refuses these messages: {e}", "a conversation that this model's template can write",
+                                 cause="request:template") from e
         input_ids = np.concatenate([before, np.asarray(new, dtype=np.int32)])
         room = min(limits.max_turn_tokens, limits.max_session_tokens - len(input_ids), max_tokens or limits.max_turn_tokens)
         if room < 1:
