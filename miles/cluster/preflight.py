@@ -127,8 +127,13 @@ def template(config: MilesConfig, site: SiteConfig) -> str:
     """The chat template is append-only under the boundary rule, proven on synthetic conversations."""
     if not (Path(config.model.path) / "config.json").is_file():
         raise Unknown(f"{config.model.path} is not there: its chat template cannot be tried")
-    from miles.session import ChatTokenizer, verify  # transformers: seconds of imports
+    from miles.session import (  # transformers: seconds of imports
+        ChatTokenizer,
+        load_replay,
+        verify,
+    )
 
+    load_replay(config.rollout.replay)
     chat = ChatTokenizer.from_folder(config.model.path, config.model.boundary)
     return f"append-only on {verify(chat)} conversations, boundary rule {chat.boundary.name}"
 
@@ -211,7 +216,7 @@ def parse_nodes(text: str, default: bool) -> dict[str, int]:
 
 def slurm_mpi(config: MilesConfig, site: SiteConfig) -> str:
     done = slurm.command(["srun", "--mpi=list"])
-    plugins = re.findall(r"^\s+(\w+)\s*$", done.stdout + done.stderr, re.M)
+    plugins = re.findall(r"^\s+(\w+)\s*$", done.stdout + done.stderr, re.MULTILINE)
     if site.mpi not in plugins and not any(p.startswith(site.mpi) for p in plugins):
         raise EnvironmentFault(f"site.mpi = {site.mpi}, this Slurm has {', '.join(plugins)}", "one of these, fitting mpi4py's library", "correct site.mpi")
     return f"srun --mpi={site.mpi}"

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Precision = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4", "int4"]
+Boundary = Literal["auto", "chatml", "smollm2", "qwen3", "qwen3-thinking", "glm", "deepseek-v3.2", "kimi-k2", "llama-3"]  # the rules of miles.session.boundary
 
 
 class Section(BaseModel):
@@ -31,7 +32,7 @@ class ModelConfig(Section):
     recipe: Literal["none", "tiny_moe", "tiny_glm4_moe", "smollm2"] = Field("none", description="How `miles-submit prepare` makes the folder when it is absent; `none` expects it to exist.")
     trainer_precision: Precision = Field("bf16", description="Number format of the trainer's forward and backward.")
     rollout_precision: Precision = Field("bf16", description="Number format of the engine's weights.")
-    boundary: Literal["auto", "chatml", "glm"] = Field("auto", description="Named rule for the tokens between a sampled turn and the next message; `auto` picks it from the chat template and verifies it.")
+    boundary: Boundary = Field("auto", description="Named rule for the tokens between a sampled turn and the next message; `auto` picks it from the chat template and verifies it.")
     max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
 
 
@@ -62,6 +63,7 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1.0, description="Nucleus sampling. Only 1.0 keeps rollout and trainer distributions equal; others are refused.")
     turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
+    replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
 

@@ -28,6 +28,7 @@ _FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
 class ChatReply(Protocol):
     content: str
     finish_reason: str  # stop | length | abort
+    message: dict  # as it has to be sent back
 
 
 Chat = Callable[[list[dict[str, str]]], Awaitable[ChatReply]]
@@ -102,7 +103,7 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
             if done:
                 finish = "done"
                 break
-            messages = [*messages, {"role": "assistant", "content": reply.content}, {"role": "user", "content": show(result, limits.command)}]
+            messages = [*messages, reply.message, {"role": "user", "content": show(result, limits.command)}]
         reward, seconds = await run_tests(task, sandbox, workspace, limits.command)
     return Episode(reward, finish, turns, env_s + seconds)
 

@@ -82,8 +82,9 @@ def demonstrate(planned: Sequence[tuple[Task, tuple[str, ...], float, tuple[str,
 
         async def chat(messages):
             reply = next(left)
-            shown[:] = [*messages, {"role": "assistant", "content": reply}]
-            return SimpleNamespace(content=reply, finish_reason="stop")
+            message = {"role": "assistant", "content": reply}
+            shown[:] = [*messages, message]
+            return SimpleNamespace(content=reply, finish_reason="stop", message=message)
 
         async with gate:
             episode = await run_episode(task, chat, limits)

@@ -100,4 +100,5 @@ class _Player:
         reply = await self.chat.ask(self.ids)
         self.ids += reply
         ended = reply[-1] == tokenizer.eos_token_id
-        return SimpleNamespace(content=tokenizer.decode(reply[:-1] if ended else reply), finish_reason="stop" if ended else "length")
+        content = tokenizer.decode(reply[:-1] if ended else reply)
+        return SimpleNamespace(content=content, finish_reason="stop" if ended else "length", message={"role": "assistant", "content": content})

@@ -26,10 +26,19 @@ from miles.env import EpisodeLimits, Task, run_episode
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
-from miles.session import ChatTokenizer, SessionLimits, SessionServer, SessionService
+from miles.session import (
+    ChatTokenizer,
+    Session,
+    SessionLimits,
+    SessionServer,
+    SessionService,
+    load_replay,
+    reproducer,
+)
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
+KEEP_DROPPED = 20  # reproducers of dropped trajectories that one rank writes
 SESSION_PORTS = 1000  # session servers take ports from engine.port_base + this
 
 
@@ -43,6 +52,8 @@ class Worker:
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
+        self._dropped, self._kept_dropped = run.attempt_dir(attempt) / "dropped", 0
+        self._replay = load_replay(c.rollout.replay)
         self._service: SessionService | None = None
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
@@ -93,7 +104,7 @@ class Worker:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
-            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention)
+            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention, replay=self._replay)
             server = SessionServer(service, self._run.token)
             lease = lease_port(c.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
             try:
@@ -143,8 +154,19 @@ class Worker:
             episode = await run_episode(task, session.chat, self._limits)
             return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
                                       meta={"rank": self._rank, "env_s": episode.env_s})
+        except StructureError as e:
+            self._keep_dropped(session, task, e)
+            raise
         finally:
             service.close(session)
+
+    def _keep_dropped(self, session: Session, task: Task, error: StructureError) -> None:
+        """Write what makes this refusal again to RUN/attempts/NNNN/dropped/SAMPLE.CAUSE.json: the first few of each rank, since one cause repeats."""
+        if self._kept_dropped < KEEP_DROPPED:
+            self._kept_dropped += 1
+            self._dropped.mkdir(exist_ok=True)
+            data = reproducer(session.turns, error, task=task.name, key=session.routing_key, messages=session.history.messages)
+            publish_bytes(self._dropped / f"{session.routing_key}.{error.cause.replace(':', '-')}.json", data)
 
     # -- log -----------------------------------------------------------------------------------------------------------------
     def _log_trajectory(self, group: int, sample: int, task: Task, t: Trajectory | None, cause: str | None, seconds: float) -> None:

@@ -3,8 +3,16 @@
 Must not talk to the trainer.
 """
 
-from miles.session.assemble import Assembled, assemble, is_exact, to_trajectory
+from miles.session.assemble import (
+    Assembled,
+    assemble,
+    assemble_leaves,
+    is_exact,
+    to_trajectory,
+)
 from miles.session.history import Checkpoint, History
+from miles.session.replay import load_replay
+from miles.session.reproducer import read_turns, reproducer
 from miles.session.server import SessionServer
 from miles.session.service import (
     ChatReply,
@@ -18,5 +26,5 @@ from miles.session.verify import verify
 
 __all__ = [
     "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "History", "Session", "SessionBusy", "SessionLimits", "SessionServer", "SessionService",
-    "assemble", "is_exact", "to_trajectory", "verify",
+    "assemble", "assemble_leaves", "is_exact", "load_replay", "read_turns", "reproducer", "to_trajectory", "verify",
 ]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from miles.core import NO_VERSION, StructureError, Trajectory, Turn
+from miles.session.history import History
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,29 @@ def assemble(turns: Sequence[Turn]) -> Assembled:
     if int(mask.sum()) != sum(len(t.output_ids) for t in turns):
         raise StructureError(f"{int(mask.sum())} tokens marked as sampled", f"{sum(len(t.output_ids) for t in turns)}, the turns' outputs", cause="assembly:length")
     return Assembled(tokens, mask, logprobs, versions, _join_routes(turns, total))
+
+
+def assemble_leaves(history: History) -> list[Assembled]:
+    """One training sequence for each kept leaf. What several of them share was sampled once and is trained once: in the first of them; in the
+    others it is given text (mask 0), so their losses add up to that of every sampled token of the kept conversations, once.
+
+    Raises StructureError like `assemble`, and with cause assembly:shared when that does not come out.
+    """
+    found, trained = [], set()
+    for leaf in history.leaves():
+        path = history.path(leaf)
+        a = assemble([history.nodes[i].turn for i in path])
+        for i in trained.intersection(path):
+            turn = history.nodes[i].turn
+            span = slice(len(turn.input_ids), len(turn.input_ids) + len(turn.output_ids))
+            a.loss_mask[span], a.logprobs[span], a.versions[span] = 0, 0.0, NO_VERSION
+        trained.update(path)
+        found.append(a)
+    sampled = sum(len(history.nodes[i].turn.output_ids) for i in trained)
+    if sum(int(a.loss_mask.sum()) for a in found) != sampled:
+        raise StructureError(f"{sum(int(a.loss_mask.sum()) for a in found)} tokens to train in {len(found)} sequences", f"{sampled}, each sampled token once",
+                             cause="assembly:shared")
+    return found
 
 
 def _join_routes(turns: Sequence[Turn], total: int) -> np.ndarray | None:

@@ -1,16 +1,24 @@
-"""Linear history of a session: immutable checkpoints, one per turn, and the decision what a new request means. Pure."""
+"""What a session remembers: an append-only tree of answered turns, and the decision what a new request means. Pure.
+
+A linear history is the tree without branches: a retry of the last turn puts it away, and every other request that does not go on from the last turn
+is refused. A branching history goes on from the deepest turn that a request still holds, and keeps the others.
+"""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from miles.core import StructureError, Turn
+from miles.session.replay import Replay, strict
 
 Message = dict[str, Any]
+ROOT = -1
+"""The parent of first turns."""
 
 
 @dataclass(frozen=True)
@@ -20,18 +28,38 @@ class Checkpoint:
     appended: tuple[Message, ...]
     reply: Message
     turn: Turn
+    parent: int = ROOT  # index of the turn it goes on from
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [P+N], everything up to and including this reply."""
         return np.concatenate([self.turn.input_ids, self.turn.output_ids])
 
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return (*self.appended, self.reply)
+
+
+class Match(NamedTuple):
+    """What a request goes on from (`kept.head`), what it appends, and why it does not go on from the last turn ("": it does)."""
+
+    kept: History
+    appended: tuple[Message, ...]
+    cause: str = ""
+
 
 @dataclass(frozen=True)
 class History:
-    """A session's turns, oldest first. Never changed in place: a turn that fails leaves the session as it was."""
+    """A session's turns in the order of their answers. Never changed in place: a turn that fails leaves the session as it was."""
 
-    checkpoints: tuple[Checkpoint, ...] = field(default=())
+    nodes: tuple[Checkpoint, ...] = ()
+    head: int = ROOT  # the turn that is continued
+    branching: bool = False
+
+    @property
+    def checkpoints(self) -> tuple[Checkpoint, ...]:
+        """The turns up to `head`, oldest first."""
+        return tuple(self.nodes[i] for i in self.path(self.head))
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -39,60 +67,133 @@ class History:
 
     @property
     def messages(self) -> list[Message]:
-        """The conversation as the harness should hold it."""
-        return [m for c in self.checkpoints for m in (*c.appended, c.reply)]
+        """The conversation up to `head` as the harness should hold it."""
+        return [m for c in self.checkpoints for m in c.messages]
+
+    @property
+    def last(self) -> Checkpoint | None:
+        """The turn that is continued; None at the beginning."""
+        return self.nodes[self.head] if self.head != ROOT else None
+
+    def path(self, node: int) -> list[int]:
+        """Indices of the turns from the first one to `node`."""
+        found = []
+        while node != ROOT:
+            found.append(node)
+            node = self.nodes[node].parent
+        return found[::-1]
 
     def add(self, checkpoint: Checkpoint) -> History:
-        return replace(self, checkpoints=(*self.checkpoints, checkpoint))
+        """With a turn that goes on from `head`, which becomes the head."""
+        nodes = (*self.nodes, replace(checkpoint, parent=self.head))
+        return replace(self, nodes=nodes, head=len(nodes) - 1)
 
-    def match(self, request: Sequence[Message]) -> tuple[History, tuple[Message, ...]]:
-        """What a request with these messages (the whole conversation) continues: the history to keep, and the messages appended to it.
+    def leaves(self) -> tuple[int, ...]:
+        """The last turns of the conversations that are kept, in the order of their answers. A turn that was asked again with the same messages,
+        and not continued, is not: the harness did not take that answer."""
+        continued = {c.parent for c in self.nodes}
+        kept = []
+        for i, node in enumerate(self.nodes):
+            again = any(n.parent == node.parent and _same(n.appended, node.appended) for n in self.nodes[i + 1:])
+            if i not in continued and not again:
+                kept.append(i)
+        return tuple(kept)
 
-        It may continue the last turn, or the one before it (a retry of the last turn, which also may roll back to the empty history).
-        Anything else raises StructureError (cause "history:..."). A turn cut by length can be retried, not continued.
+    def match(self, request: Sequence[Message], same: Replay = strict) -> Match:
+        """What a request with these messages (the whole conversation) continues.
+
+        Linear: the last turn, or the one before it (a retry of the last turn, which also may roll back to the empty history). Anything else
+        raises StructureError, cause "history:" and what differs. Branching: always the deepest turn it holds; replies that were not sampled
+        here are given text. A turn cut by length can be retried, not continued; a branch holds it as given text.
         """
-        wanted = [_comparable(m) for m in request]
-        problem = ""
-        for kept in (self, replace(self, checkpoints=self.checkpoints[:-1])):
-            held = [_comparable(m) for m in kept.messages]
-            appended = request[len(held):]
-            if wanted[: len(held)] == held and appended:
-                return kept._continue(tuple(appended))
-            problem = problem or _first_mismatch(held, wanted)
-            if not self.checkpoints:
-                break
-        raise StructureError(f"the request does not continue this session: {problem}", "the stored conversation, or that without its last turn, and new messages",
-                             "send the replies back unchanged; for another branch open another session", cause="history:mismatch")
+        node, at, cause, problem = self._walk(request, same)
+        if self.branching:
+            return self._branch(request, node, at, cause)
+        appended = tuple(request[at:])
+        foreign = any(m["role"] == "assistant" for m in appended)
+        if cause == "truncated":
+            raise StructureError(f"{problem} and cannot be continued", "a turn that ended with a stop token", "end the session, or retry that turn",
+                                 cause="history:truncated")
+        before_last = self.last.parent if self.last else ROOT
+        if not appended or foreign or node not in (self.head, before_last):
+            problem = problem or ("it has an assistant message that was not sampled here" if foreign else "it goes back more than one turn, or adds nothing")
+            raise StructureError(f"the request does not continue this session: {problem}",
+                                 "the stored conversation, or that without its last turn, and new messages of user, tool or system",
+                                 "send the replies back unchanged; for another branch open another session",
+                                 cause=f"history:{cause or ('foreign-reply' if foreign else 'rewind')}")
+        if node == self.head:
+            return Match(self, appended)
+        return Match(replace(self, nodes=self.nodes[:-1], head=node), appended, "retry")
 
-    def _continue(self, appended: tuple[Message, ...]) -> tuple[History, tuple[Message, ...]]:
-        if any(m["role"] == "assistant" for m in appended):
-            raise StructureError("the request appends an assistant message that was not sampled here", "user, tool or system messages",
-                                 "only the session's own replies may stand in a conversation that is trained on", cause="history:foreign-reply")
-        if self.checkpoints and self.checkpoints[-1].turn.finish_reason != "stop":
-            raise StructureError(f"the last turn ended by {self.checkpoints[-1].turn.finish_reason!r} and cannot be continued", "a turn that ended with a stop token",
-                                 "end the session, or retry that turn", cause="history:truncated")
-        return self, appended
+    def _walk(self, request: Sequence[Message], same: Replay) -> tuple[int, int, str, str]:
+        """(deepest turn all of whose messages the request holds and has more after, how many messages that are, why not deeper in a word,
+        and in a sentence)."""
+        children = defaultdict(list)
+        for i, c in enumerate(self.nodes):
+            children[c.parent].append(i)
+        best, frontier = (0, ROOT), [(0, ROOT)]
+        stop = (0, "", "")  # the mismatch that is furthest into the request
+        while frontier:
+            best = max(frontier)
+            reached, frontier = frontier, []
+            for at, node in reached:
+                for child in children[node]:
+                    place, word = _first_mismatch(self.nodes[child].messages, request, at, same)
+                    if not word and self.nodes[child].turn.finish_reason != "stop":
+                        word = "truncated"
+                    if not word:
+                        frontier.append((place, child))
+                    elif word != "short" and place >= stop[0]:
+                        stop = (place, word, self._explain(child, at, word, request, place))
+        at, node = best
+        return node, at, stop[1], stop[2]
+
+    def _explain(self, child: int, start: int, word: str, request: Sequence[Message], place: int) -> str:
+        checkpoint = self.nodes[child]
+        if word == "truncated":
+            return f"the last turn ended by {checkpoint.turn.finish_reason!r}"
+        return f"messages[{place}] is {request[place]!r:.160}, the session has {checkpoint.messages[place - start]!r:.160} ({word} differs)"
+
+    def _branch(self, request: Sequence[Message], node: int, at: int, cause: str) -> Match:
+        if not request or request[-1]["role"] == "assistant":
+            raise StructureError("the request ends with an assistant message", "new messages of user, tool or system at its end", cause="history:nothing-appended")
+        while node != ROOT and request[at]["role"] == "assistant":  # a template has no place for two replies in a row
+            at -= len(self.nodes[node].messages)
+            node = self.nodes[node].parent
+            cause = cause or "foreign-reply"
+        return Match(replace(self, head=node), tuple(request[at:]), "" if node == self.head else cause or "rewind")
 
 
 def check_messages(request: Any) -> list[Message]:
-    """The request's messages, validated. Raises StructureError (cause "history:message") for anything but role and string content."""
+    """The request's messages, validated. Raises StructureError (cause "history:message") for anything but role and string content, which only a
+    reply with tool calls may lack."""
     if not isinstance(request, (list, tuple)) or not request:
         raise StructureError(f"messages = {request!r:.80}", "a list with at least one message", cause="history:message")
     for i, m in enumerate(request):
-        if not isinstance(m, dict) or m.get("role") not in ("system", "user", "assistant", "tool") or not isinstance(m.get("content"), str):
+        if not isinstance(m, dict) or m.get("role") not in ("system", "user", "assistant", "tool") or not _has_content(m):
             raise StructureError(f"messages[{i}] = {m!r:.120}", "role (system, user, assistant, tool) and content (a string)", cause="history:message")
     return list(request)
 
 
-def _comparable(message: Message) -> Message:
-    """Keys that harnesses add without a value do not make a message another one."""
-    return {k: v for k, v in message.items() if v is not None}
+def _has_content(message: Message) -> bool:
+    content, calls = message.get("content"), message.get("tool_calls")
+    if calls is None or calls == []:
+        return isinstance(content, str)
+    return message["role"] == "assistant" and isinstance(content, str | None) and isinstance(calls, list) and all(
+        isinstance(c, dict) and isinstance(c.get("function"), dict) and isinstance(c["function"].get("name"), str) for c in calls)
 
 
-def _first_mismatch(held: Sequence[Message], wanted: Sequence[Message]) -> str:
-    for i, h in enumerate(held):
-        if i >= len(wanted):
-            return f"it has {len(wanted)} messages, the session {len(held)}"
-        if h != wanted[i]:
-            return f"messages[{i}] is {wanted[i]!r:.160}, the session has {h!r:.160}"
-    return f"nothing is appended to the {len(held)} messages of the session"
+def _first_mismatch(held: Sequence[Message], request: Sequence[Message], at: int, same: Replay) -> tuple[int, str]:
+    """(index in the request, what differs there); (index after them, "") when all are there and more follow; "short" when none follow."""
+    for i, h in enumerate(held, at):
+        if i >= len(request):
+            return len(request), "short"
+        word = same(h, request[i])
+        if word:
+            return i, word
+    end = at + len(held)
+    return (end, "") if end < len(request) else (len(request), "short")
+
+
+def _same(a: Sequence[Message], b: Sequence[Message]) -> bool:
+    return len(a) == len(b) and not any(strict(x, y) for x, y in zip(a, b, strict=True))

@@ -28,7 +28,8 @@ from miles.session.service import ChatReply, Session, SessionBusy, SessionServic
 
 log = logging.getLogger(__name__)
 
-FIELDS = frozenset({"messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "user"})
+FIELDS = frozenset({"messages", "model", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "temperature", "top_p", "user",
+                    "tools", "tool_choice"})
 MAX_BODY = 64 << 20  # bytes
 
 
@@ -80,7 +81,7 @@ class SessionServer:
         limit = body.get("max_completion_tokens", body.get("max_tokens"))
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
             raise _BadRequest(f"max_tokens = {limit!r} is not a positive integer", "max_tokens")
-        reply = await session.chat(body.get("messages"), limit)
+        reply = await session.chat(body.get("messages"), limit, body.get("tools"))
         if body.get("stream"):
             return await _stream(request, body, reply)
         return web.json_response(_completion(body, reply))
@@ -111,7 +112,7 @@ class SessionServer:
         return session
 
     def _check_sampling(self, body: dict[str, Any]) -> None:
-        wanted = {"n": 1, "temperature": self.service.limits.temperature, "top_p": 1.0}
+        wanted = {"n": 1, "temperature": self.service.limits.temperature, "top_p": 1.0, "tool_choice": "auto"}
         for name, value in wanted.items():
             if body.get(name) is not None and body[name] != value:
                 raise _BadRequest(f"{name} = {body[name]!r}: this run samples with {value}; send that or leave it out", name)
@@ -174,6 +175,7 @@ def _refuse_unknown(body: dict[str, Any], known: set[str] | frozenset[str]) -> N
 def _describe(session: Session) -> dict[str, Any]:
     return {
         "id": session.id, "routing_key": session.routing_key, "weight_version": session.opened_at, "tokens": session.tokens, "retries": session.retries,
+        "refused": dict(session.refused),
         "turns": [{"prompt_tokens": len(t.input_ids), "completion_tokens": len(t.output_ids), "cached_tokens": t.cached_tokens,
                    "finish_reason": t.finish_reason} for t in session.turns],
     }
@@ -200,8 +202,10 @@ async def _stream(request: web.Request, body: dict[str, Any], reply: ChatReply) 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     base = _envelope(body, "chat.completion.chunk")
-    deltas: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None), ({"content": reply.content}, None),
-                                                       ({}, reply.finish_reason)]
+    said = {k: v for k, v in reply.message.items() if k not in ("role", "tool_calls") and v is not None}
+    if reply.tool_calls:
+        said["tool_calls"] = [{"index": i, **call} for i, call in enumerate(reply.tool_calls)]
+    deltas: list[tuple[dict[str, Any], str | None]] = [({"role": "assistant", "content": ""}, None), (said, None), ({}, reply.finish_reason)]
     for delta, finish in deltas:
         await _event(response, {**base, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
     if (body.get("stream_options") or {}).get("include_usage"):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
+from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from miles.config import MilesConfig
 from miles.core import EnvironmentFault, MilesError, StructureError, Trajectory, Turn
 from miles.engine import EngineClient, KeyRequired, Sampling
 from miles.session.assemble import to_trajectory
 from miles.session.history import Checkpoint, History, Message, check_messages
+from miles.session.replay import Replay, strict
 from miles.session.tokenize import ChatTokenizer
+from miles.session.tools import check_tools, parse_calls
 
 
 class SessionBusy(MilesError):
@@ -40,12 +46,19 @@ class ChatReply:
     """One answer. `turn` is None when the budget left no room to sample: content "" and finish_reason "length"."""
 
     content: str
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length | tool_calls
     turn: Turn | None
+    tool_calls: tuple[dict[str, Any], ...] = ()  # OpenAI's format
+    reasoning: str | None = None  # None for families without
 
     @property
     def message(self) -> Message:
-        return {"role": "assistant", "content": self.content}
+        message: Message = {"role": "assistant", "content": self.content or None if self.tool_calls else self.content}
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
+        if self.tool_calls:
+            message["tool_calls"] = list(self.tool_calls)
+        return message
 
 
 class Session:
@@ -55,6 +68,7 @@ class Session:
         self.id, self.routing_key, self.opened_at, self.dp_rank = session_id, routing_key, opened_at, dp_rank
         self.history = History()
         self.retries = 0  # turns that were rolled back
+        self.refused: Counter[str] = Counter()  # requests that did not continue this session, by cause
         self.engine_s = 0.0
         self.cacheable_tokens = 0  # prompt tokens this engine had already computed for this session, over all turns
         self.reused_tokens = 0  # of those, how many came from its prefix cache
@@ -62,6 +76,7 @@ class Session:
         self._service = service
         self._busy = False
         self._requests = 0
+        self._tools: list[dict[str, Any]] | None = None  # of the first turn, and so of all
         self._computed = np.zeros(0, dtype=np.int32)  # tokens of the last request whose KV the engine has
         self._computed_at = ""  # URL of the engine that has it
 
@@ -72,27 +87,41 @@ class Session:
     @property
     def tokens(self) -> int:
         """Length so far, given and sampled."""
-        return len(self.history.checkpoints[-1].tokens) if self.history.checkpoints else 0
+        last = self.history.last
+        return len(last.turn.input_ids) + len(last.turn.output_ids) if last else 0
 
-    async def chat(self, messages: list[Message], max_tokens: int | None = None) -> ChatReply:
+    async def chat(self, messages: list[Message], max_tokens: int | None = None, tools: list[dict[str, Any]] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        Nothing of the session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a
-        second request at the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
+        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. Nothing of the
+        session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a second request at
+        the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
         """
         if self._busy:
             raise SessionBusy(f"session {self.id} is answering another request", "one request at a time", "wait for its reply")
         self._busy = True
         try:
-            return await self._chat(messages, max_tokens)
+            return await self._chat(messages, max_tokens, tools)
+        except StructureError as e:
+            self.refused[e.cause] += 1
+            raise
         finally:
             self._busy = False
 
-    async def _chat(self, messages: list[Message], max_tokens: int | None) -> ChatReply:
-        service, limits = self._service, self._service.limits
-        kept, appended = self.history.match(check_messages(messages))
-        before = kept.checkpoints[-1].tokens if kept.checkpoints else np.zeros(0, dtype=np.int32)
-        new = service.chat_tokenizer.append(appended, int(before[-1])) if len(before) else service.chat_tokenizer.first(appended)
+    async def _chat(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None) -> ChatReply:
+        service, limits, chat = self._service, self._service.limits, self._service.chat_tokenizer
+        tools = check_tools(tools)
+        kept, appended, _ = self.history.match(check_messages(messages), service.replay)
+        last = kept.last
+        if last and tools != self._tools:
+            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt",
+                                 "the same tools in every turn", "open another session for other tools", cause="history:tools")
+        before = last.tokens if last else np.zeros(0, dtype=np.int32)
+        try:
+            new = chat.append(appended, int(before[-1]), last.reply, tools) if last else chat.first(appended, tools)
+        except TemplateError as e:
+            raise StructureError(f"the chat template refuses these messages: {e}", "a conversation that this model's template can write",
+                                 cause="request:template") from e
         input_ids = np.concatenate([before, np.asarray(new, dtype=np.int32)])
         room = min(limits.max_turn_tokens, limits.max_session_tokens - len(input_ids), max_tokens or limits.max_turn_tokens)
         if room < 1:
@@ -101,7 +130,7 @@ class Session:
         self._requests += 1
         turn = await service.client.generate(
             f"{self.id}.{self._requests}", input_ids,
-            Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=service.chat_tokenizer.stop_ids),
+            Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=chat.stop_ids),
             routing_key=self.routing_key, routes_from=max(len(before) - 1, 0), extra_key=f"v{self.opened_at}", dp_rank=self.dp_rank,
             deadline_s=limits.turn_deadline_s,
         )
@@ -110,10 +139,20 @@ class Session:
             raise EnvironmentFault(f"session {self.id}: the engine aborted the turn after {len(turn.output_ids)} tokens {turn.extra}",
                                    "a reply that ends by itself or by length", "start the trajectory again")
         self._account_prefix(input_ids, turn)
-        reply = ChatReply(service.chat_tokenizer.text(turn.output_ids), turn.finish_reason, turn)
-        self.retries += len(self.history.checkpoints) - len(kept.checkpoints)
-        self.history = kept.add(Checkpoint(appended, reply.message, turn))
+        reply = await self._read(kept, turn, tools)
+        self.retries += len(self.history.nodes) - len(kept.nodes)
+        self.history, self._tools = kept.add(Checkpoint(appended, reply.message, turn)), tools
         return reply
+
+    async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None) -> ChatReply:
+        """What the turn's tokens say: reasoning, content, tool calls. A reply that was cut has no calls."""
+        chat = self._service.chat_tokenizer
+        reasoning, content = chat.split_reasoning(chat.text(turn.output_ids))
+        if not tools or turn.finish_reason != "stop":
+            return ChatReply(content, turn.finish_reason, turn, reasoning=reasoning)
+        earlier = sum(len(m.get("tool_calls") or ()) for m in kept.messages)
+        content, calls = await asyncio.to_thread(parse_calls, content, tools, chat.boundary, earlier)  # a thread: the first call imports SGLang
+        return ChatReply(content, "tool_calls" if calls else turn.finish_reason, turn, tuple(calls), reasoning)
 
     def _account_prefix(self, input_ids: np.ndarray, turn: Turn) -> None:
         url = self._service.client.url
@@ -128,15 +167,15 @@ class Session:
         return to_trajectory(
             self.turns, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
             cacheable_tokens=self.cacheable_tokens, reused_tokens=self.reused_tokens, seconds=time.monotonic() - self.opened,
-            meta={"retried_turns": self.retries, "engine_s": self.engine_s, **(meta or {})},
+            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "engine_s": self.engine_s, **(meta or {})},
         )
 
 
 class SessionService:
     """Opens sessions on one engine and keeps those that are open by id."""
 
-    def __init__(self, client: EngineClient, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, dp_ranks: int = 1):
-        self.client, self.chat_tokenizer, self.limits = client, chat_tokenizer, limits
+    def __init__(self, client: EngineClient, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, dp_ranks: int = 1, replay: Replay = strict):
+        self.client, self.chat_tokenizer, self.limits, self.replay = client, chat_tokenizer, limits, replay
         self.sessions: dict[str, Session] = {}
         self._dp_ranks = dp_ranks
 

@@ -17,13 +17,14 @@ TOKEN = "stub-token"
 class StubEngine:
     """Answers `/generate` with a reply that depends only on the input ids, a prefix cache per `extra_key`, and the current weight version.
 
-    Tests steer it: `length` of the next replies (the stop token comes last unless it is cut), `delay` in seconds, `abort_next`, `fail_next`.
+    Tests steer it: the next `replies`, or `length` of the next replies (the stop token comes last unless it is cut), `delay` in seconds, `abort_next`, `fail_next`.
     """
 
     def __init__(self, shape: ModelShape, stop_id: int):
         self.shape, self.stop_id = shape, stop_id
         self.length, self.delay, self.version = 6, 0.0, 0
         self.abort_next = self.fail_next = False
+        self.replies: list[list[int]] = []  # the next replies, in place of random ones
         self.requests: list[dict] = []
         self.aborted: list[str] = []
         self.url = ""
@@ -48,6 +49,8 @@ class StubEngine:
 
     def reply_ids(self, input_ids: list[int], limit: int) -> list[int]:
         """`length` - 1 ordinary ids, then the stop token; cut to `limit`."""
+        if self.replies:
+            return self.replies.pop(0)[:limit]
         seed = int.from_bytes(hashlib.sha256(np.asarray(input_ids, dtype="<i4").tobytes()).digest()[:8], "little")
         ordinary = np.random.default_rng(seed).integers(10, 250, self.length - 1).tolist()
         return [*ordinary, self.stop_id][:limit]

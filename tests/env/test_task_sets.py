@@ -16,7 +16,8 @@ def play(task, commands):
     replies = iter([*commands, "DONE"])
 
     async def chat(messages):
-        return SimpleNamespace(content=next(replies), finish_reason="stop")
+        reply = next(replies)
+        return SimpleNamespace(content=reply, finish_reason="stop", message={"role": "assistant", "content": reply})
 
     return asyncio.run(run_episode(task, chat, EpisodeLimits(max_turns=5)))
 

@@ -20,6 +20,10 @@ class Reply:
     content: str
     finish_reason: str = "stop"
 
+    @property
+    def message(self):
+        return {"role": "assistant", "content": self.content}
+
 
 class Script:
     """A model that says what it was told to say; keeps what it was shown."""

@@ -1,12 +1,20 @@
 """Turns to one training sequence: every token accounted for."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.core import StructureError, Turn
-from miles.session import assemble, is_exact, to_trajectory
+from miles.session import (
+    assemble,
+    is_exact,
+    read_turns,
+    reproducer,
+    to_trajectory,
+)
 
 
 def turn(inputs, outputs, *, version=1, start=0, finish="stop", versions=None, routes=True):
@@ -82,6 +90,41 @@ def test_any_changed_earlier_token_is_found(turns, data):
     with pytest.raises(StructureError) as e:
         assemble(turns)
     assert e.value.cause == "assembly:prefix"
+
+
+@settings(deadline=None)
+@given(histories(), st.data())
+def test_a_refused_session_can_be_made_again_from_its_file(tmp_path_factory, turns, data):
+    k = data.draw(st.integers(0, len(turns) - 1))
+    turns[k].input_ids[data.draw(st.integers(0, len(turns[k].input_ids) - 1))] += data.draw(st.integers(0, 1))
+    turns[k] = replace(turns[k], versions=turns[k].versions[data.draw(st.integers(0, 1)):])
+    path = tmp_path_factory.mktemp("dropped") / "x.json"
+    path.write_bytes(reproducer(turns, StructureError("found", cause="assembly:prefix"), task="t"))
+    again = read_turns(path)
+    for a, b in zip(turns, again, strict=True):
+        for name in ("input_ids", "output_ids", "logprobs", "versions"):
+            assert getattr(a, name).tolist() == getattr(b, name).tolist() and getattr(a, name).dtype == getattr(b, name).dtype
+        assert (a.finish_reason, a.routes.shape, a.routes_start) == (b.finish_reason, b.routes.shape, b.routes_start)
+    assert _refusal(turns) == _refusal(again)
+
+
+def test_a_file_of_a_dropped_session_is_small():
+    before, turns = [], []
+    for k in range(50):
+        inputs = [*before, *range(100, 120)]
+        turns.append(turn(inputs, [7] * 20, start=max(len(before) - 1, 0), version=k))
+        before = [*inputs, *[7] * 20]
+    data = reproducer(turns, StructureError("found", cause="c"))
+    assert len(data) < 60 * len(before)  # bytes per token of the conversation, though its inputs together have 25 times as many tokens
+    assert sum(len(t.input_ids) for t in turns) > 20 * len(before)
+
+
+def _refusal(turns):
+    try:
+        assemble(turns)
+    except StructureError as e:
+        return str(e)
+    return ""
 
 
 def test_exact_means_one_version_from_the_opening_to_the_last_token():

@@ -77,6 +77,41 @@ def test_streaming_sends_the_reply_as_events(served):
     served(scenario)
 
 
+TOOLS = [{"type": "function", "function": {"name": "run", "parameters": {"type": "object", "properties": {"cmd": {"type": "string"}}}}}]
+
+
+def test_tools_reach_the_template_and_calls_come_back_in_openais_shape(served):
+    async def scenario(w, call):
+        _, opened = await call("POST", "/sessions", {})
+        url = f"/sessions/{opened['id']}/v1/chat/completions"
+        said = 'I look.\n<tool_call>\n{"name": "run", "arguments": {"cmd":"ls \\u00e9"}}\n</tool_call>'
+        w.stub.replies = [[*w.chat.encode(said), w.chat.stop_ids[0]]] * 2
+        body = {"messages": [user("hello")], "tools": TOOLS, "tool_choice": "auto", "max_tokens": 200}
+        status, answer = await call("POST", url, body)
+        choice = answer["choices"][0]
+        assert status == 200 and choice["finish_reason"] == "tool_calls" and choice["message"]["content"] == "I look."
+        (made,) = choice["message"]["tool_calls"]
+        assert made["type"] == "function" and made["id"].startswith("call_") and made["function"]["name"] == "run"
+        assert json.loads(made["function"]["arguments"]) == {"cmd": "ls é"}
+        turn = w.service.sessions[opened["id"]].turns[0]
+        assert turn.finish_reason == "stop" and turn.output_ids.tolist() == [*w.chat.encode(said), w.chat.stop_ids[0]], "tokens are as sampled"
+        status, text = await call("POST", url, {**body, "stream": True})  # asked again, streamed
+        chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and not line.endswith("[DONE]")]
+        assert chunks[1]["choices"][0]["delta"]["tool_calls"][0] == {**made, "index": 0, "id": chunks[1]["choices"][0]["delta"]["tool_calls"][0]["id"]}
+        held = w.service.sessions[opened["id"]].history.last.reply
+        status, _ = await call("POST", url, {**body, "messages": [user("hello"), held, {"role": "tool", "tool_call_id": held["tool_calls"][0]["id"], "content": "a.txt"}]})
+        assert status == 200
+        status, refused = await call("POST", url, {"messages": [user("hello")]})
+        assert (status, refused["error"]["code"]) == (409, "history:rewind")
+        for more, code in [({"tools": [{"type": "function"}]}, "request:tools"), ({"tool_choice": "required"}, "invalid_value")]:
+            status, refused = await call("POST", url, {**body, **more})
+            assert (status, refused["error"]["code"]) == (400, code)
+        _, shown = await call("GET", f"/sessions/{opened['id']}")
+        assert shown["refused"] == {"history:rewind": 1, "request:tools": 1} and shown["retries"] == 1
+
+    served(scenario, max_session_tokens=1000, max_turn_tokens=200)
+
+
 def test_errors_have_openais_shape_and_the_right_status(served):
     async def scenario(w, call):
         async with aiohttp.ClientSession() as stranger, stranger.post(w.url + "/sessions", json={}) as r:

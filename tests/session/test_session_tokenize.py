@@ -68,7 +68,8 @@ def test_glm_stop_token_opens_the_next_message(glm):
 
 
 def test_known_families_pass_the_proof(chat, glm):
-    assert verify(chat) == verify(glm) == len(conversations())
+    assert verify(chat) == len(conversations())
+    assert verify(glm) == len(conversations(reasoning=True))
 
 
 def test_a_template_that_numbers_its_messages_is_refused_with_the_smallest_example(tmp_path):
@@ -77,7 +78,9 @@ def test_a_template_that_numbers_its_messages_is_refused_with_the_smallest_examp
         verify(chat)
     assert "not append-only" in str(e.value)
     # the smallest one that differs has a second message before the reply, which the stand-in conversation has not
-    assert "    system: 'You are terse.'\n    user: 'first question'\n    assistant: 'ok'\n" in str(e.value)
+    assert "    system: ''\n    user: ''\n    assistant: ''\n    user: ''\n" in str(e.value)
+    here, whole = (chat.encode(f"user{n}\n")[-2] for n in (3, 4))
+    assert here != whole and f", {here}, " in str(e.value) and f", {whole}, " in str(e.value)  # as tokens too
 
 
 def test_a_template_that_rewrites_earlier_replies_is_refused(tmp_path):
