@@ -9,6 +9,8 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+from miles.core.compiled import compiled
+
 SCALE_BITS = 24  # one choice of an expert divides 2^24
 SCALE = 1 << SCALE_BITS
 LOW = 1 << 31  # a coder's state lies in [2^31, 2^63) between choices; words of 32 bits go in and out
@@ -23,18 +25,11 @@ _SCALE_BITS, _FULL = np.uint64(SCALE_BITS), np.uint64(63 - SCALE_BITS)
 _TILE = 1024  # rows sorted at once: vector minimum and maximum over rows
 
 
-def _jit(function, **options):
-    try:
-        return numba.njit(cache=True, nogil=True, **options)(function)
-    except RuntimeError:  # neither this folder nor the user's cache folder can be written
-        return numba.njit(nogil=True, **options)(function)
-
-
 def _inlined(function):
-    return _jit(function, forceinline=True)
+    return compiled(function, forceinline=True)
 
 
-@_jit
+@compiled
 def sort_planes(routes, planes):
     """routes [n, L, K] into planes [K, >= L * n], layer after layer, ascending along K. A sorting network: each exchange is a vector operation
     over rows."""
@@ -53,7 +48,7 @@ def sort_planes(routes, planes):
                         low[row], high[row] = min(a, b), max(a, b)  # these two vectorize; a comparison and a choice do not
 
 
-@_jit
+@compiled
 def repeats(plane):
     """Does some row of plane [K, n], sorted, name an expert twice?"""
     k, n = plane.shape
@@ -65,7 +60,7 @@ def repeats(plane):
     return count > 0
 
 
-@_jit
+@compiled
 def histogram(plane, stride, counts):
     """Add up how often each expert occurs in every `stride`-th row of plane [K, n]."""
     k, n = plane.shape
@@ -80,7 +75,7 @@ def row_width(experts, k):
     return experts + k + 4
 
 
-@_jit
+@compiled
 def subset_sums(weights, k):
     """Z and its scale S, both float64 [(k+1) * row_width], index m * row_width + a.
 
@@ -99,7 +94,7 @@ def subset_sums(weights, k):
     return z, s
 
 
-@_jit
+@compiled
 def guesses(z, k):
     """For the decoder: the last expert j with Z[m, j] >= a value, by the leading bits of the value as a double. uint16 [(k+1) * 4096].
 
@@ -134,7 +129,7 @@ def _push(x, z, s, o, a, j, out, at):
     return (q << _SCALE_BITS) + (x - q * freq) + start, at
 
 
-@_jit
+@compiled
 def encode(plane, z, s, lanes, out):
     """plane [K, n], sorted, into the end of out (uint32, at least K*n + 2*LANES + 1 words); returns the first word used.
 
@@ -211,7 +206,7 @@ def _pop(x, z, s, guess, o, g, base, near, step, a, last, words, at):
     return (x << (more << _5)) | (np.uint64(words[at]) & (_0 - more)), j, at + more
 
 
-@_jit
+@compiled
 def decode(words, z, s, guess, lanes, out):
     """words (uint32) into out [n, K] (any strides). True when the words end exactly where the rows do and the coders are back at their start."""
     n, k = out.shape

@@ -5,41 +5,21 @@
 
 A difference is taken modulo 2^bits of the element, split into a sign and a magnitude in 1 .. 2^(bits-1), of which magnitude - 1 is kept. So it
 always inverts exactly, whatever the elements mean; one step of a float's last place is magnitude 1. The kernels release the GIL.
-
-Compiled code is kept in the user's cache folder ($XDG_CACHE_HOME, else ~/.cache; miles/numba), never beside the sources: an installation may
-be read-only for its users, or shared. Where that folder cannot be written, each process compiles again (about two seconds).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from pathlib import Path
 
-import numba
 import numpy as np
+
+from miles.core.compiled import compiled
 
 ESCAPE = {np.dtype(np.uint8): 255, np.dtype(np.uint16): 65535}
 """A gap symbol of this value means: go on by that much, no change here yet."""
 
 PIECE_BYTES = 1 << 20
 """Worked on, and hashed, before the next is touched: it is in a cache then. Smaller pieces cost more in calls than they gain (measured)."""
-
-
-def compiled(function: Callable) -> Callable:
-    """`numba.njit` without the GIL, cached outside the source tree or not at all."""
-    before = numba.config.CACHE_DIR
-    try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "miles" / "numba"
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not os.access(folder, os.W_OK) or folder.stat().st_uid != os.getuid():  # a cache is code: only one's own
-            raise PermissionError(folder)
-        numba.config.CACHE_DIR = str(folder)  # read once, when the function is wrapped
-        return numba.njit(nogil=True, cache=True)(function)
-    except (OSError, RuntimeError):  # RuntimeError: there is no home, or numba found the folder not writable
-        return numba.njit(nogil=True)(function)
-    finally:
-        numba.config.CACHE_DIR = before
 
 
 # Indices are unsigned: numba tests signed ones for counting from the end. Numba makes a float of a signed and an unsigned integer, so none are mixed.

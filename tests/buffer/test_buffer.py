@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.buffer import (
-    BufferState, BufferView, BufferWriter, Status, TrainerQueue, group_path, read_group, read_summaries, read_trajectory, write_part,
+    BufferState,
+    BufferView,
+    BufferWriter,
+    Status,
+    TrainerQueue,
+    group_path,
+    read_group,
+    read_summaries,
+    read_trajectory,
+    write_part,
 )
 from miles.buffer.storage import finished_parts
 from miles.config import load_config

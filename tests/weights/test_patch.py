@@ -1,6 +1,7 @@
 import io
 from pathlib import Path
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.core import StructureError
+from miles.core.compiled import compiled
 from miles.weights import kernels
 from miles.weights.digest import BLOCK_BYTES, bits, blocks, digest
 from miles.weights.patch import Patch, write_patch
@@ -81,9 +83,9 @@ def test_gaps_signs_and_magnitudes_by_hand():
 
 def test_without_a_cache_folder_kernels_are_compiled_all_the_same(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    before = kernels.numba.config.CACHE_DIR
-    double = kernels.compiled(lambda x: 2 * x)
-    assert double(21) == 42 and kernels.numba.config.CACHE_DIR == before
+    before = numba.config.CACHE_DIR
+    double = compiled(lambda x: 2 * x)
+    assert double(21) == 42 and numba.config.CACHE_DIR == before
 
 
 def test_rare_changes_take_two_byte_gaps():
