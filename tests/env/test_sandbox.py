@@ -171,8 +171,7 @@ def test_processes_are_gone_when_the_caller_is_cancelled():
             sandbox = Sandbox()
             await sandbox.check()
             task = asyncio.ensure_future(sandbox.run("sleep 300.5", ws, CommandLimits(wall_s=60)))
-            await asyncio.sleep(0.5)
-            assert alive("300.5")
+            await asyncio.to_thread(wait_for, lambda: alive("300.5"))
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
