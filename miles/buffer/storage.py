@@ -92,11 +92,6 @@ def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
     return out
 
 
-def read_part(buffer_dir: Path, group_id: int, sample: int) -> Trajectory:
-    with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as f:
-        return _read(f["trajectory"])
-
-
 def read_group(buffer_dir: Path, group_id: int) -> Group:
     """A whole sealed group, digests verified. Raises StructureError (cause `digest`) when bytes do not match."""
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:

@@ -135,16 +135,3 @@ class Group:
     @property
     def oldest_version(self) -> int:
         return min(t.oldest_version for t in self.trajectories)
-
-
-@dataclass(frozen=True)
-class WeightVersion:
-    """One published set of weights. `base` is None for a keyframe (every tensor in full)."""
-
-    version: int
-    step: int  # optimizer steps these weights have seen
-    base: int | None
-    encoding: str  # keyframe | delta | broadcast
-    digests: dict[str, str]  # Hugging Face tensor name -> xxh3-128 hex of its bytes
-    shapes: dict[str, tuple[int, ...]]
-    dtypes: dict[str, str]

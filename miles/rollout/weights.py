@@ -37,7 +37,7 @@ class EngineWeights:
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
         self.store = WeightStore(run)
         self._follower = Follower(self.store)
-        self._joined: set[str] = set()  # broadcast groups
+        self._group = ""  # the broadcast group that the engine is in
         self.version = -1
         self._acknowledge(-1, "")
 
@@ -92,10 +92,13 @@ class EngineWeights:
         group = manifest.extra["group"]
         names = list(manifest.tensors)
         async def apply():
-            if group["name"] not in self._joined:
+            if group["name"] != self._group:
+                if self._group:  # another engine or the trainer has restarted: its group is of no more use
+                    await self._client.destroy_broadcast(self._group)
+                    self._group = ""
                 await self._client.init_broadcast(group["address"], group["port"], rank=member, world_size=group["world"], group=group["name"],
                                                   backend="nccl" if torch.cuda.is_available() else "gloo")
-                self._joined.add(group["name"])
+                self._group = group["name"]
             await self._client.update_from_broadcast(names, [manifest.tensors[n]["dtype"] for n in names], [manifest.tensors[n]["shape"] for n in names],
                                                      manifest.version, group=group["name"], flush=self._flush)
         self._follower.forget()

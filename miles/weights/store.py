@@ -22,7 +22,7 @@ import torch
 import xxhash
 from safetensors.torch import save_file
 
-from miles.core import Role, StructureError, WeightVersion
+from miles.core import Role, StructureError
 from miles.rundir import RunDir, publish_dir, remove_tree, temp_path
 from miles.rundir.publish import explain_os_errors
 from miles.weights.digest import digest
@@ -45,11 +45,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file_digest: str = ""
     extra: dict[str, Any] = {}
     mark: str = ""  # xxh3-128 of this JSON with an empty mark
-
-    def as_version(self) -> WeightVersion:
-        t = self.tensors
-        return WeightVersion(self.version, self.step, self.base, self.encoding, {k: v["digest"] for k, v in t.items()},
-                             {k: tuple(v["shape"]) for k, v in t.items()}, {k: v["dtype"] for k, v in t.items()})
 
     @property
     def digest(self) -> str:
