@@ -2,9 +2,14 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+# Properties are about values: how long an example takes (fsync on a busy disk) decides nothing.
+settings.register_profile("miles", deadline=None)
+settings.load_profile("miles")
 
 ROOT = Path(__file__).resolve().parent.parent
 
