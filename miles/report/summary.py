@@ -15,7 +15,7 @@ from miles.buffer import Status
 from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
 from miles.report.read import RunData, Table
-from miles.report.rows import clean, finished_trajectories, lineage_rows, queue_rows, spread, weighted_mean
+from miles.report.rows import clean, finished_trajectories, lineage_rows, mismatches, queue_rows, spread, weighted_mean
 
 MOVING_WINDOW = 9  # steps of the moving average, as in the reference case study
 SERIES_POINTS = 400  # points kept of series that have a row a second
@@ -239,14 +239,15 @@ def weights(data: RunData, steps: Table) -> dict[str, Any]:
 
 
 def dropped_detail(data: RunData) -> dict[str, Any]:
-    """Length and reward of dropped groups beside those of trained ones: dropping favours short trajectories, this says by how much."""
+    """Length (of a training sequence) and reward (of a sample) of dropped groups beside those of trained ones: dropping favours short
+    trajectories, this says by how much."""
 
     def facts(groups):
         known = [g for g in groups if g.trajectories]
         return {
             "groups": len(groups),
             "tokens_mean": np.mean([g.tokens / g.trajectories for g in known]) if known else None,
-            "reward_mean": np.mean([g.reward_mean for g in known]) if known else None,
+            "reward_mean": np.average([g.reward_mean for g in known], weights=[g.samples for g in known]) if known else None,
         }
 
     by_reason: dict[str, list] = {}
@@ -259,14 +260,17 @@ def dropped_detail(data: RunData) -> dict[str, Any]:
 
 
 def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
-    """Every ended trajectory by status (`ok`, `retried:<cause>`, `dropped:<cause>`) and, of the finished ones, by how it ended."""
+    """Every ended sample by status (`ok`, `retried:<cause>`, `dropped:<cause>`) and, of the finished ones, by how it ended; figures of a sample are
+    sums over its leaves."""
     table = data.tables.get("trajectories")
     if not table:
-        return {"count": 0, "status": {}, "finish": {}}
+        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}}
     return {
         "count": len(table["status"]),
         "status": dict(Counter(table["status"].tolist())),
         "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
+        "mismatches": mismatches(data),
+        "leaves": spread(ok.get("leaves")),
         "turns": spread(ok.get("turns")),
         "tokens": spread(ok.get("tokens")),
         "seconds": spread(ok.get("seconds")),

@@ -3,7 +3,7 @@
     POST   /sessions                              {"routing_key"?, "id"?}      -> {"id", "routing_key", "url"}
     POST   /sessions/{id}/v1/chat/completions     OpenAI chat completion, also streamed
     GET    /sessions/{id}                         turns and token counts
-    POST   /sessions/{id}/finish                  closes it -> the same, with exact | refused cause
+    POST   /sessions/{id}/finish                  closes it -> the same, with leaves and exact | refused cause
     DELETE /sessions/{id}
 
 Every request needs `Authorization: Bearer <the run's token>`. Fields of a completion request that are not listed below are refused, and so
@@ -23,7 +23,7 @@ from aiohttp import web
 
 from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import KeyRequired
-from miles.session.assemble import assemble, is_exact
+from miles.session.assemble import assemble_leaves, is_exact
 from miles.session.service import ChatReply, Session, SessionBusy, SessionService
 
 log = logging.getLogger(__name__)
@@ -93,8 +93,8 @@ class SessionServer:
         session = self._session(request)
         answer = _describe(session)
         try:
-            arrays = assemble(session.turns)
-            answer["exact"] = is_exact(arrays.versions, arrays.loss_mask, session.opened_at)
+            leaves = assemble_leaves(session.history)
+            answer |= {"leaves": len(leaves), "exact": all(is_exact((c.turn for c in leaf.turns), session.opened_at) for leaf in leaves)}
         except StructureError as e:
             answer["refused"] = e.cause
         self.service.close(session)
@@ -175,7 +175,7 @@ def _refuse_unknown(body: dict[str, Any], known: set[str] | frozenset[str]) -> N
 def _describe(session: Session) -> dict[str, Any]:
     return {
         "id": session.id, "routing_key": session.routing_key, "weight_version": session.opened_at, "tokens": session.tokens, "retries": session.retries,
-        "refused": dict(session.refused),
+        "refused": dict(session.refused), "branched": dict(session.branched),
         "turns": [{"prompt_tokens": len(t.input_ids), "completion_tokens": len(t.output_ids), "cached_tokens": t.cached_tokens,
                    "finish_reason": t.finish_reason} for t in session.turns],
     }

@@ -15,7 +15,7 @@ from jinja2 import TemplateError
 from miles.config import MilesConfig
 from miles.core import EnvironmentFault, MilesError, StructureError, Trajectory, Turn
 from miles.engine import EngineClient, KeyRequired, Sampling
-from miles.session.assemble import to_trajectory
+from miles.session.assemble import to_trajectories
 from miles.session.history import Checkpoint, History, Message, check_messages
 from miles.session.replay import Replay, strict
 from miles.session.tokenize import ChatTokenizer
@@ -66,19 +66,18 @@ class Session:
 
     def __init__(self, service: SessionService, session_id: str, routing_key: str, opened_at: int, dp_rank: int | None):
         self.id, self.routing_key, self.opened_at, self.dp_rank = session_id, routing_key, opened_at, dp_rank
-        self.history = History()
+        self.history = History(branching=service.branching)
         self.retries = 0  # turns that were rolled back
         self.refused: Counter[str] = Counter()  # requests that did not continue this session, by cause
+        self.branched: Counter[str] = Counter()  # answered requests that did not go on from the turn before, by cause
         self.engine_s = 0.0
-        self.cacheable_tokens = 0  # prompt tokens this engine had already computed for this session, over all turns
-        self.reused_tokens = 0  # of those, how many came from its prefix cache
         self.opened = time.monotonic()
         self._service = service
         self._busy = False
         self._requests = 0
-        self._tools: list[dict[str, Any]] | None = None  # of the first turn, and so of all
-        self._computed = np.zeros(0, dtype=np.int32)  # tokens of the last request whose KV the engine has
-        self._computed_at = ""  # URL of the engine that has it
+        self._tools: dict[int, list[dict[str, Any]] | None] = {}  # of each first turn, and so of all that go on from it
+        self._computed: list[np.ndarray] = []  # int32, tokens of earlier requests whose KV the engine has; none is a prefix of another
+        self._computed_at = ""  # URL of the engine that has them
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -93,7 +92,7 @@ class Session:
     async def chat(self, messages: list[Message], max_tokens: int | None = None, tools: list[dict[str, Any]] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. Nothing of the
+        With `tools` (OpenAI's format, the same in every turn of a conversation) the template shows them to the model and its calls are parsed. Nothing of the
         session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a second request at
         the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
         """
@@ -111,10 +110,10 @@ class Session:
     async def _chat(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None) -> ChatReply:
         service, limits, chat = self._service, self._service.limits, self._service.chat_tokenizer
         tools = check_tools(tools)
-        kept, appended, _ = self.history.match(check_messages(messages), service.replay)
+        kept, appended, cause = self.history.match(check_messages(messages), service.replay)
         last = kept.last
-        if last and tools != self._tools:
-            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt",
+        if last and tools != self._tools[kept.root(kept.head)]:
+            raise StructureError("the tools of this request are not those of the conversation's first turn, which stand in its prompt",
                                  "the same tools in every turn", "open another session for other tools", cause="history:tools")
         before = last.tokens if last else np.zeros(0, dtype=np.int32)
         try:
@@ -138,10 +137,14 @@ class Session:
         if turn.finish_reason == "abort" or not len(turn.output_ids):
             raise EnvironmentFault(f"session {self.id}: the engine aborted the turn after {len(turn.output_ids)} tokens {turn.extra}",
                                    "a reply that ends by itself or by length", "start the trajectory again")
-        self._account_prefix(input_ids, turn)
+        cacheable, reused = self._account_prefix(input_ids, turn)
         reply = await self._read(kept, turn, tools)
         self.retries += len(self.history.nodes) - len(kept.nodes)
-        self.history, self._tools = kept.add(Checkpoint(appended, reply.message, turn)), tools
+        if cause and kept.branching:
+            self.branched[cause] += 1
+        self.history = kept.add(Checkpoint(appended, reply.message, turn, cacheable_tokens=cacheable, reused_tokens=reused))
+        if last is None:
+            self._tools[self.history.head] = tools
         return reply
 
     async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None) -> ChatReply:
@@ -154,28 +157,35 @@ class Session:
         content, calls = await asyncio.to_thread(parse_calls, content, tools, chat.boundary, earlier)  # a thread: the first call imports SGLang
         return ChatReply(content, "tool_calls" if calls else turn.finish_reason, turn, tuple(calls), reasoning)
 
-    def _account_prefix(self, input_ids: np.ndarray, turn: Turn) -> None:
-        url = self._service.client.url
+    def _account_prefix(self, input_ids: np.ndarray, turn: Turn) -> tuple[int, int]:
+        """(prompt tokens whose KV this engine had already computed for this session, how many of them came from its cache)."""
+        if self._computed_at != self._service.client.url:
+            self._computed, self._computed_at = [], self._service.client.url
+        shared = [_common_prefix(earlier, input_ids) for earlier in self._computed]
         # The engine computes at least the last input token anew, and never the last one it sampled.
-        cacheable = min(_common_prefix(self._computed, input_ids), len(input_ids) - 1) if self._computed_at == url else 0
-        self.cacheable_tokens += cacheable
-        self.reused_tokens += min(turn.cached_tokens, cacheable)
-        self._computed, self._computed_at = np.concatenate([input_ids, turn.output_ids[:-1]]), url
+        cacheable = min(max(shared, default=0), len(input_ids) - 1)
+        self._computed = [earlier for earlier, n in zip(self._computed, shared, strict=True) if n < len(earlier)]
+        self._computed.append(np.concatenate([input_ids, turn.output_ids[:-1]]))
+        return cacheable, min(turn.cached_tokens, cacheable)
 
-    def trajectory(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> Trajectory:
-        """This session as a training sequence. Raises StructureError (with its cause) unless every token is accounted for."""
-        return to_trajectory(
-            self.turns, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
-            cacheable_tokens=self.cacheable_tokens, reused_tokens=self.reused_tokens, seconds=time.monotonic() - self.opened,
-            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "engine_s": self.engine_s, **(meta or {})},
+    def trajectories(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> list[Trajectory]:
+        """This session as training sequences, one for each kept leaf of its history. Raises StructureError (with its cause) unless every token is
+        accounted for."""
+        return to_trajectories(
+            self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
+            seconds=time.monotonic() - self.opened,
+            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
+                  "engine_s": self.engine_s, **(meta or {})},
         )
 
 
 class SessionService:
     """Opens sessions on one engine and keeps those that are open by id."""
 
-    def __init__(self, client: EngineClient, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, dp_ranks: int = 1, replay: Replay = strict):
-        self.client, self.chat_tokenizer, self.limits, self.replay = client, chat_tokenizer, limits, replay
+    def __init__(self, client: EngineClient, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, dp_ranks: int = 1, replay: Replay = strict,
+                 branching: bool = False):
+        """`branching`: a request that does not go on from the last turn opens a branch of its session's history, and is not refused."""
+        self.client, self.chat_tokenizer, self.limits, self.replay, self.branching = client, chat_tokenizer, limits, replay, branching
         self.sessions: dict[str, Session] = {}
         self._dp_ranks = dp_ranks
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from miles.session import ChatTokenizer, SessionLimits, SessionService
+from tests.session.fake import finish
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.engine
@@ -26,10 +27,6 @@ async def play(session, turns):
         if reply.finish_reason == "stop":
             messages += [reply.message, {"role": "user", "content": f"output of command {len(session.turns)}"}]
     return session
-
-
-def finish(session):
-    return session.trajectory(group_id=0, sample=0, task_id="t", reward=0.0, finish_reason="done")
 
 
 @pytest.fixture

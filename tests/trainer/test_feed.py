@@ -29,7 +29,7 @@ def put(run, routes):
     writer = BufferWriter(run, epoch)
     writer.start(0, "t")
     t = trajectory(0, 0, 1)
-    write_part(run, epoch, replace(t, routes=None if routes is None else routes[: len(t.tokens) - 1]))
+    write_part(run, epoch, [replace(t, routes=None if routes is None else routes[: len(t.tokens) - 1])])
     writer.seal(0, [0])
 
 
@@ -38,9 +38,9 @@ def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
         (item,) = feed(run, layers)._items(0)
-        s = feed(run, layers)._sequence(item, version=1)
+        s = feed(run, layers)._sequence(item, version=1, rollout=0)
         assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers])
-    assert feed(run, [])._sequence(item, version=1).routes is None  # a stage of dense layers, or no replay
+    assert feed(run, [])._sequence(item, version=1, rollout=0).routes is None  # a stage of dense layers, or no replay
 
 
 @pytest.mark.parametrize("shape", [None, (5, 2), (6, 4)])

@@ -59,7 +59,7 @@ class Producer:
         for _ in range(count):
             self.writer.start(self.next, "t")
             for s in range(2):
-                write_part(self.run, self.epoch, trajectory(self.next, s, version))
+                write_part(self.run, self.epoch, [trajectory(self.next, s, version)])
             self.writer.seal(self.next, [0, 1])
             self.next += 1
 

@@ -22,7 +22,7 @@ def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int
     """Random sequences of 5..longest tokens; `routes` = (MoE layers, K, experts)."""
     rng = np.random.default_rng(seed)
     out = []
-    for _ in range(count):
+    for rollout in range(count):
         n = int(rng.integers(5, longest + 1))
         mask = (rng.random(n) < 0.5).astype(np.uint8)
         mask[0], mask[-1] = 0, 1
@@ -32,7 +32,7 @@ def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int
             chosen = rng.random((n - 1, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
         out.append(Sequence(tokens=rng.integers(0, vocab, n).astype(np.int32), loss_mask=mask,
                             logprobs=np.where(mask, rng.uniform(-6, -3, n), 0).astype(np.float32), versions=np.where(mask, 0, -1).astype(np.int32),
-                            routes=chosen, advantage=float(rng.normal()), exact=bool(rng.random() < 0.5)))
+                            routes=chosen, advantage=float(rng.normal()), exact=bool(rng.random() < 0.5), rollout=rollout))
     return out
 
 
