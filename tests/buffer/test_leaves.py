@@ -8,8 +8,23 @@ import h5py
 import numpy as np
 import pytest
 
-from miles.buffer import BufferView, BufferWriter, Status, TrainerQueue, read_group, read_summaries, read_trajectory, write_part
-from miles.buffer.storage import finished_parts, part_path, remove_parts, seal_parts, write_part_file
+from miles.buffer import (
+    BufferView,
+    BufferWriter,
+    Status,
+    TrainerQueue,
+    read_group,
+    read_summaries,
+    read_trajectory,
+    write_part,
+)
+from miles.buffer.storage import (
+    finished_parts,
+    part_path,
+    remove_parts,
+    seal_parts,
+    write_part_file,
+)
 from miles.config import load_config
 from miles.core import NO_VERSION, StructureError, Trajectory
 from miles.rundir import RunDir

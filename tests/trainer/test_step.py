@@ -42,7 +42,7 @@ def test_loss_is_the_mean_over_the_whole_step_however_it_is_cut(world, models, r
 def test_two_leaves_of_a_rollout_train_what_one_sequence_with_the_same_tokens_trains(world, models):
     """A rollout of two turns; as two leaves, the first ends with the first turn, and the second holds it as given text."""
     for reduction in ("token", "sequence"):
-        whole, split = worlds.whole_and_split(25)
+        whole, split = worlds.whole_and_split(26)
         got = [worlds.build(models["llama"], {}, algorithm={"reduction": reduction}).run(batch, number=0) for batch in (whole, split)]
         assert [len(whole), len(split)] == [3, 4] and got[0].sampled_tokens == got[1].sampled_tokens
         for name in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess", "advantage_abs_mean"):

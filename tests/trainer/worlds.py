@@ -104,7 +104,7 @@ def run_steps(folder: str, options: dict, layout: dict, steps: int, count: int, 
 def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
     """A step over three rollouts, whole and with one of them split into two leaves; `leaves`: data ranks on which these lie."""
     out = {}
-    for name, batch in zip(("whole", "split"), whole_and_split(25), strict=True):
+    for name, batch in zip(("whole", "split"), whole_and_split(26), strict=True):
         step = build(folder, layout, algorithm={"reduction": reduction})
         plan = step.plan([len(s.tokens) for s in batch])
         out[name] = vars(step.run(batch, number=0))
