@@ -65,6 +65,7 @@ class RolloutConfig(Section):
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
     replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
     history: Literal["linear", "branching"] = Field("linear", description="What becomes of a request that does not go on from a session's last turn (or repeat it): `linear` = refused, one training sequence per sample; `branching` = it goes on from the deepest turn that it still holds, and each conversation kept is a training sequence; a span sampled once is trained once.")
+    max_sessions: int = Field(1024, ge=1, description="Sessions open at once over HTTP on one rollout rank; one more is answered with status 429.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
 
@@ -213,7 +214,9 @@ class MilesConfig(Section):
 
     @model_validator(mode="after")
     def _across_sections(self):
-        from miles.config.rules import problems  # rules are listed in one place; imported late because they read this class
+        from miles.config.rules import (
+            problems,  # rules are listed in one place; imported late because they read this class
+        )
 
         found = problems(self)
         if found:

@@ -8,7 +8,7 @@ import torch
 
 from miles.buffer import read_group
 from miles.buffer.storage import seal_parts, write_part_file
-from miles.session import ChatTokenizer, SessionLimits, SessionService
+from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
 from tests.session.fake import finish
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def service(engine):
-    return SessionService(engine.client, ChatTokenizer.from_folder(engine.folder), SessionLimits(1500, 40, 60.0, 1.0))
+    return SessionService(Engines.of(engine.client), ChatTokenizer.from_folder(engine.folder), SessionLimits(1500, 40, 60.0, 1.0))
 
 
 async def play(session, turns):

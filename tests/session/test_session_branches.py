@@ -1,5 +1,6 @@
 """Sessions that branch: one trajectory for each kept conversation, every sampled token trained once, also after a way through the buffer."""
 
+import asyncio
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from miles.buffer import read_group
 from miles.buffer.storage import seal_parts, write_part_file
 from miles.core import EnvironmentFault, StructureError
-from miles.session import Checkpoint, History, to_trajectories
+from miles.session import Checkpoint, Engine, Engines, History, SessionService, SessionStore, to_trajectories
 from tests.session.conftest import user
 from tests.session.fake import finish, leaves, open_session
 from tests.session.test_session_assemble import turn
@@ -145,10 +146,50 @@ def test_one_engine_after_another_knows_nothing_of_the_branches_before(chat):
     s, stop = open_session(chat, branching=True), chat.stop_ids[0]
     r1 = s.ask([user("q")], [50, stop]).message
     s.ask([user("q"), r1, user("left")], [51, stop])
-    s.engine.url = "another"
+    s.service.engines.up(Engine(0, s.engine))  # another incarnation
     s.ask([user("q"), r1, user("right")], [52, stop])
     s.ask([user("q"), r1, user("left")], [53, stop])
     assert [c.cacheable_tokens > 0 for c in s.session.history.nodes] == [False, True, False, True]
+
+
+def test_a_server_that_was_killed_continues_every_branch_of_a_session(chat, tmp_path):
+    """Durable: t1, two branches of it and a second root with tools of its own are on disk; the next process goes on from each."""
+    stop = chat.stop_ids[0]
+    s = open_session(chat, branching=True)
+
+    def service(epoch):
+        return SessionService(Engines.of(s.engine), chat, s.service.limits, branching=True, store=SessionStore(tmp_path / "sessions", 0, epoch))
+
+    async def ask(session, messages, output, tools=None):
+        s.engine.outputs = [[*output, stop]]
+        return (await session.chat(messages, tools=tools)).message
+
+    async def before():
+        session = await service(1).open_durable("key", "id")
+        r1 = await ask(session, [user("q")], [50])
+        left = await ask(session, [user("q"), r1, user("left")], [51])
+        await ask(session, [user("q"), r1, user("right")], [52])
+        sub = await ask(session, [user("a task")], [53], TOOLS)
+        return session, r1, left, sub
+
+    async def after(r1, left, sub):
+        session = service(2).sessions["id"]
+        await ask(session, [user("q"), r1, user("left"), left, user("on")], [54])
+        await ask(session, [user("a task"), sub, user("on")], [55], TOOLS)
+        with pytest.raises(StructureError) as e:
+            await ask(session, [user("a task"), sub, user("on")], [56])
+        assert e.value.cause == "history:tools"
+        return session
+
+    first, *replies = asyncio.run(before())
+    figures = [(c.parent, c.appended, c.cacheable_tokens, c.turn.output_ids.tolist()) for c in first.history.nodes]
+    branched = dict(first.branched)
+    second = asyncio.run(after(*replies))
+    assert [(c.parent, c.appended, c.cacheable_tokens, c.turn.output_ids.tolist()) for c in second.history.nodes[:4]] == figures
+    assert branched == {"content": 2} and second.branched == {"content": 4} and [c.parent for c in second.history.nodes[4:]] == [1, 3]
+    got = leaves(second)
+    assert [t.tokens[t.loss_mask == 1].tolist() for t in got] == [[50, stop, 52, stop], [51, stop, 54, stop], [53, stop, 55, stop]]
+    assert [t.turns for t in got] == [2, 2, 2] and second.history.nodes[4].cacheable_tokens == 0  # the cache of the engine before is gone
 
 
 # -- through the buffer -------------------------------------------------------------------------------------------------------
