@@ -108,8 +108,9 @@ class Session:
                    stop: Sequence[str] = (), seed: int | None = None, on_delta: Callable[[dict[str, str]], None] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        With `tools` (OpenAI's format, the same in every turn of a conversation) the template shows them to the model and its calls are parsed. `stop`: texts that end
-        the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is sampled.
+        With `tools` (OpenAI's format, the same in every turn of a conversation) the template shows them to the model and its calls are parsed.
+        `stop`: texts that end the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is
+        sampled.
         Nothing of the session changes unless a reply came, and in a durable session it is on disk before this returns. Raises StructureError for
         messages that do not continue it, SessionBusy for a second request at the same time, EnvironmentFault when the engine fails, aborts or takes
         longer than the turn's deadline.
@@ -329,8 +330,8 @@ def to_record(session_id: str, kept: History, checkpoint: Checkpoint, before: in
     t = checkpoint.turn
     return Answered(
         session_id, len(kept.nodes), kept.head, list(checkpoint.appended), checkpoint.reply, t.input_ids[before:].tobytes(), t.output_ids.tobytes(),
-        t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens, t.seconds, None if t.routes is None else t.routes.tobytes(),
-        "" if t.routes is None else t.routes.dtype.str, () if t.routes is None else t.routes.shape, t.routes_start, counters)
+        t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens,
+        t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str, () if t.routes is None else t.routes.shape, t.routes_start, counters)
 
 
 def to_turn(record: Answered, input_ids: np.ndarray) -> Turn:

@@ -143,18 +143,22 @@ def die_before_call(run, number):
     child = os.fork()
     if child == 0:
         calls = itertools.count()
-        for name in CALLS:
-            def dying(*args, _real=getattr(os, name), **kw):
+
+        def dying(real):
+            def call(*args, **kw):
                 if next(calls) == number:
                     os._exit(9)
-                return _real(*args, **kw)
+                return real(*args, **kw)
 
-            setattr(os, name, dying)
+            return call
+
+        for name in CALLS:
+            setattr(os, name, dying(getattr(os, name)))
         try:
             put(run, three_leaves())
-        except BaseException:
+            os._exit(0)
+        finally:
             os._exit(1)
-        os._exit(0)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert code in (0, 9)
     return code == 9

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from miles.buffer import read_group
 from miles.buffer.storage import seal_parts, write_part_file
 from miles.core import EnvironmentFault, StructureError
-from miles.session import Checkpoint, Engine, Engines, History, SessionService, SessionStore, to_trajectories
+from miles.session import (
+    Checkpoint,
+    Engine,
+    Engines,
+    History,
+    SessionService,
+    SessionStore,
+    to_trajectories,
+)
 from tests.session.conftest import user
 from tests.session.fake import finish, leaves, open_session
 from tests.session.test_session_assemble import turn
