@@ -331,7 +331,8 @@ def to_record(session_id: str, kept: History, checkpoint: Checkpoint, before: in
     return Answered(
         session_id, len(kept.nodes), kept.head, list(checkpoint.appended), checkpoint.reply, t.input_ids[before:].tobytes(), t.output_ids.tobytes(),
         t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens,
-        t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str, () if t.routes is None else t.routes.shape, t.routes_start, counters)
+        t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str,
+        () if t.routes is None else t.routes.shape, t.routes_start, counters)
 
 
 def to_turn(record: Answered, input_ids: np.ndarray) -> Turn:
