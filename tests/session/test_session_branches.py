@@ -109,6 +109,15 @@ def test_a_harness_that_forks_and_folds_gets_a_trajectory_for_each_conversation(
     assert 0 < got[2].cacheable_tokens < len(sent[0].input_ids)
 
 
+def test_a_branch_that_is_gone_back_to_is_still_in_the_cache(chat):
+    s, stop = open_session(chat, branching=True), chat.stop_ids[0]
+    fork(s, stop)
+    held = s.session.history.path(2)
+    conversation = [m for i in held for m in s.session.history.nodes[i].messages]
+    s.ask([*conversation, user("more")], [56, stop])  # behind the last turn before the fork and the fold
+    assert s.session.history.nodes[-1].parent == 2 and s.session.history.nodes[-1].cacheable_tokens == len(s.session.history.nodes[2].tokens) - 1
+
+
 def test_branches_and_refusals_are_counted_by_the_same_causes(chat):
     stop = chat.stop_ids[0]
     branching, linear = open_session(chat, branching=True), open_session(chat)
