@@ -92,7 +92,8 @@ class TrainStep:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
         Their routes are those of this pipeline stage: layers `replay.layers` of the recorded ones.
 
-        Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite MAX_SKIPPED times in a row.
+        Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
+        MAX_SKIPPED times in a row.
         """
         counts = np.zeros(1 + plan.sequences, np.int64)  # tokens; then those sampled in each rollout, whose leaves may lie on several ranks
         for s in mine:
