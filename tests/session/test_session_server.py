@@ -56,8 +56,26 @@ def test_a_conversation_from_opening_to_the_end(served):
         status, shown = await call("GET", base)
         assert status == 200 and [t["completion_tokens"] for t in shown["turns"]] == [6, 6] and shown["tokens"] == session.tokens
         status, done = await call("POST", base + "/finish")
-        assert status == 200 and done["exact"] is True and len(done["turns"]) == 2
+        assert status == 200 and done["exact"] is True and done["leaves"] == 1 and len(done["turns"]) == 2
         assert (await call("GET", base))[0] == 404
+
+    served(scenario)
+
+
+def test_a_conversation_that_forks_ends_with_the_tokens_of_each_leaf(served):
+    async def scenario(w, call):
+        w.service.branching = True
+        _, opened = await call("POST", "/sessions", {})
+        base = f"/sessions/{opened['id']}"
+        _, first = await call("POST", base + "/v1/chat/completions", {"messages": [user("hello")]})
+        for words in ("left", "right"):
+            request = [user("hello"), first["choices"][0]["message"], user(words)]
+            assert (await call("POST", base + "/v1/chat/completions", {"messages": request}))[0] == 200
+        nodes = w.service.sessions[opened["id"]].history.nodes
+        status, done = await call("POST", base + "/finish", {"arrays": True})
+        assert status == 200 and done["leaves"] == 2 and done["exact"] is True and done["branched"] == {"content": 1}
+        assert [a["tokens"] for a in done["arrays"]] == [n.tokens.tolist() for n in nodes[1:]]
+        assert [sum(a["loss_mask"]) for a in done["arrays"]] == [12, 6]  # the first turn is trained in the first leaf
 
     served(scenario)
 
