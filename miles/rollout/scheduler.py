@@ -11,6 +11,7 @@ decision of the rollout side is here:
 
 from __future__ import annotations
 
+import heapq
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -93,6 +94,7 @@ class Scheduler:
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
         self._active: Counter[int] = Counter()  # rank -> how many of them
+        self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
         self._complete: list[int] = []  # open groups of which every sample has ended
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
@@ -107,6 +109,8 @@ class Scheduler:
     # -- events --------------------------------------------------------------------------------------------------------------
     def engine_up(self, rank: int, version: int) -> None:
         """The rank's engine serves `version` and may be given work."""
+        if rank not in self._engines:
+            self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
 
@@ -117,8 +121,8 @@ class Scheduler:
     def moved(self, group_id: int, sample: int, rank: int) -> None:
         """A running sample, whose own engine died, is served by that of `rank` now."""
         if (group_id, sample) in self._running:
-            self._active[self._running[group_id, sample]] -= 1
-            self._active[rank] += 1
+            self._load(self._running[group_id, sample], -1)
+            self._load(rank, +1)
             self._running[group_id, sample] = rank
 
     def version_published(self, version: int) -> None:
@@ -127,7 +131,7 @@ class Scheduler:
     def finished(self, group_id: int, sample: int, cause: str | None = None) -> None:
         """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`."""
         if (rank := self._running.pop((group_id, sample), None)) is not None:
-            self._active[rank] -= 1
+            self._load(rank, -1)
         group = self._open.get(group_id)
         if group is None:
             return
@@ -171,7 +175,7 @@ class Scheduler:
             group_id, sample = self._waiting.popleft()
             rank = self._least_active()
             self._running[group_id, sample] = rank
-            self._active[rank] += 1
+            self._load(rank, +1)
             yield Assign(group_id, sample, self._open[group_id].task_id, rank)
 
     def _next_start(self) -> Start | None:
@@ -210,7 +214,17 @@ class Scheduler:
         return min(stale, key=lambda g: g.group_id, default=None)
 
     def _least_active(self) -> int:
-        return min(self._engines, key=lambda rank: (self._active[rank], rank))
+        """The living rank with the fewest active trajectories, of equals the first."""
+        if len(self._by_load) > 4 * len(self._engines) + 64:
+            self._by_load = [(self._active[rank], rank) for rank in self._engines]
+            heapq.heapify(self._by_load)
+        while (top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]:
+            heapq.heappop(self._by_load)
+        return top[1]
+
+    def _load(self, rank: int, change: int) -> None:
+        self._active[rank] += change
+        heapq.heappush(self._by_load, (self._active[rank], rank))
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""

@@ -54,6 +54,7 @@ class Outcome:
     step_ends: list[float] = field(default_factory=list)
     trained: list[int] = field(default_factory=list)  # trajectories of each step
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # (time, trajectories running from then on)
+    last_start: float = 0.0  # when the last group was opened: from here on there is nothing to refill slots with
     stale_groups: int = 0
     staleness: list[int] = field(default_factory=list)  # of trained groups
 
@@ -105,6 +106,7 @@ class Simulation:
             for action in actions:
                 match action:
                     case Start(group, task, retry_of):
+                        self.outcome.last_start = self._now
                         self._state.apply({"kind": "start", "group": group, "task": task, "retry_of": retry_of})
                     case Assign(group, sample, _, rank):
                         self._begin(rank, (group, sample))
