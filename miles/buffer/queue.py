@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 from dataclasses import dataclass
 
 from miles.buffer.state import GroupInfo, Status, choose
-from miles.buffer.storage import group_path
+from miles.buffer.storage import group_path, stored_groups
 from miles.buffer.view import BufferView, journal_name
 from miles.core import Role
 from miles.rundir import JournalWriter, RunDir
@@ -30,6 +32,10 @@ class TrainerQueue:
         self._view = BufferView(run)
         self._append({"kind": "restore", "step": restored_step})
         self._view.poll()
+        closed = (Status.TRAINED, Status.DROPPED)
+        self._done = [g for g in stored_groups(run.buffer_dir) if g in self.state.groups and self.state.groups[g].status in closed]  # not in `_kept` yet
+        self._kept: list[tuple[int, int, int]] = []  # heap of (step, group, bytes): files that a checkpoint no longer needs
+        self._kept_bytes = 0
 
     @property
     def state(self):
@@ -47,6 +53,7 @@ class TrainerQueue:
         """
         fresh, stale = choose(self.state, count, version, self._run.config.buffer.max_staleness)
         for g in stale:
+            self._done.append(g.group_id)
             self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,
                           "oldest_version": g.oldest_version, "tokens": g.tokens, "reward_mean": g.reward_mean})
         if len(fresh) < count:
@@ -57,27 +64,35 @@ class TrainerQueue:
         return Taken(tuple(fresh), tuple(stale))
 
     def drop(self, group_id: int, reason: str) -> None:
-        """Drop a group whose file does not verify."""
+        """Drop a group whose file does not verify, or is gone."""
+        self._done.append(group_id)
         self._append({"kind": "drop", "group": group_id, "reason": reason})
         self._view.poll()
 
     def trained(self, groups: list[int], version: int, step: int) -> None:
         self._append({"kind": "trained", "groups": groups, "step": step, "version": version})
+        self._done += groups
         self._view.poll()
 
     def retire(self, up_to_step: int) -> int:
-        """Remove the files of the oldest groups trained at or before `up_to_step` beyond `buffer.keep_trained_gb`. Returns how many."""
-        files = []
-        for g in sorted(self.state.with_status(Status.TRAINED) + self.state.with_status(Status.DROPPED), key=lambda g: -(g.step or 0)):
-            path = group_path(self._run.buffer_dir, g.group_id)
-            if (g.step or 0) <= up_to_step and path.exists():
-                files.append((path, path.stat().st_size))
-        budget, removed = self._run.config.buffer.keep_trained_gb * 1e9, 0
-        for path, size in files:
-            budget -= size
-            if budget < 0:
-                path.unlink(missing_ok=True)
-                removed += 1
+        """Remove the files of the oldest groups trained at or before `up_to_step` beyond `buffer.keep_trained_gb`, dropped ones first.
+        Returns how many. Looks at the groups that are new since the last call: each file is looked at once."""
+        later = []
+        for group_id in self._done:
+            g = self.state.groups[group_id]
+            if g.trained and g.step > up_to_step:
+                later.append(group_id)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                size = group_path(self._run.buffer_dir, group_id).stat().st_size
+                heapq.heappush(self._kept, (g.step if g.trained else 0, group_id, size))
+                self._kept_bytes += size
+        self._done, removed = later, 0
+        while self._kept and self._kept_bytes > self._run.config.buffer.keep_trained_gb * 1e9:
+            _, group_id, size = heapq.heappop(self._kept)
+            group_path(self._run.buffer_dir, group_id).unlink(missing_ok=True)
+            self._kept_bytes -= size
+            removed += 1
         return removed
 
     def _append(self, record: dict) -> None:

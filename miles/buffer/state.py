@@ -9,6 +9,7 @@ or trained after s is undone, because those weights are gone. So a group is trai
 from __future__ import annotations
 
 import enum
+import heapq
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -43,10 +44,10 @@ class GroupInfo:
 
     @property
     def status(self) -> Status:
+        if self.trained:  # before `dropped`: what the weights hold cannot be dropped any more
+            return Status.TRAINED
         if self.dropped:
             return Status.DROPPED
-        if self.trained:
-            return Status.TRAINED
         if self.step is not None:
             return Status.TAKEN
         return Status.READY if self.ready else Status.OPEN
@@ -59,7 +60,12 @@ class BufferState:
     """
 
     def __init__(self):
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all records."""
         self.groups: dict[int, GroupInfo] = {}
+        self._to_retry: dict[str, list[int]] = {"stale": [], "filter": []}  # dropped groups; heaps, the first dropped group first
         self._ready_count = 0
         self._next_id = 0
         self._status: dict[int, Status] = {}
@@ -73,6 +79,8 @@ class BufferState:
                     del self._by_status[before][group.group_id]
                 self._by_status[now][group.group_id] = group
                 self._status[group.group_id] = now
+                if now is Status.DROPPED and (kind := group.dropped.partition(":")[0]) in self._to_retry:
+                    heapq.heappush(self._to_retry[kind], group.group_id)
 
     def _fold(self, record: dict[str, Any]) -> list[GroupInfo]:
         """Apply it; returns the groups that it touched."""
@@ -88,14 +96,14 @@ class BufferState:
             g = self._group(record["group"])
             if not g.ready:
                 g.ready, g.ready_order = True, self._ready_count
-                g.task_id, g.oldest_version = record["task"], record["oldest_version"]
-                g.trajectories, g.samples = record["trajectories"], record["samples"]
-                g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
+                _note_figures(g, record)
                 self._ready_count += 1
             return [g]
         if kind in ("drop", "stale"):
             g = self._group(record["group"])
             g.dropped = record["reason"] if kind == "drop" else "stale"
+            if kind == "drop" and "trajectories" in record:
+                _note_figures(g, record)
             return [g]
         if kind in ("taken", "trained"):
             groups = [self._group(i) for i in record["groups"]]
@@ -129,8 +137,29 @@ class BufferState:
     def dropped_by_reason(self) -> dict[str, int]:
         return dict(Counter(g.dropped for g in self._by_status[Status.DROPPED].values()))
 
+    def waiting_ages(self, version: int) -> list[int]:
+        """Staleness that each ready group would have at `version`."""
+        return [staleness(version, g.oldest_version) for g in self._by_status[Status.READY].values()]
+
+    def to_retry(self, kind: str) -> GroupInfo | None:
+        """The first group that was dropped as `stale`, or by a `filter`, and whose prompt has not been started again. A filtered group that
+        was itself a retry is not tried a third time: its prompt has nothing to teach now."""
+        waiting = self._to_retry[kind]
+        while waiting:
+            g = self.groups[waiting[0]]
+            if not (g.retried or g.trained or (kind == "filter" and g.retry_of is not None)):
+                return g
+            heapq.heappop(waiting)
+        return None
+
     def next_group_id(self) -> int:
         return self._next_id
+
+
+def _note_figures(g: GroupInfo, record: dict[str, Any]) -> None:
+    g.task_id, g.oldest_version = record["task"], record["oldest_version"]
+    g.trajectories, g.samples = record["trajectories"], record["samples"]
+    g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
 
 
 def choose(state: BufferState, count: int, version: int, max_staleness: int) -> tuple[list[GroupInfo], list[GroupInfo]]:

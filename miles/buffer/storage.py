@@ -8,12 +8,15 @@ model is dense, routes uint8 [bytes]: the contiguous blob of `miles.buffer.route
 attribute `record` (JSON). `digest` is the xxh3-128 of record, arrays and the header of the routes, which holds a digest of each of their
 layers: a reader of some layers has verified all that it returns. Tokens, masks and versions are zstd-compressed; log-probabilities do not
 compress and are stored as they are. Sealing copies the stored bytes of the parts without decoding them.
+
+A file is made in memory and written by one call: the file system sees one large write instead of many small ones, and says itself what it
+refuses (a full disk inside HDF5 has no error number, and leaves an open file behind).
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -23,9 +26,11 @@ import numpy as np
 import xxhash
 
 from miles.core import Group, StructureError, Trajectory
-from miles.rundir.publish import explain_os_errors, fsync_dir, publish_file, temp_path
+from miles.rundir.publish import explain_os_errors, fsync_dir, publish_bytes
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
+UNREADABLE = (StructureError, OSError, RuntimeError, KeyError, ValueError, msgspec.DecodeError)  # what a missing, torn or damaged file raises: HDF5 has no error of its own
+_IMAGES = itertools.count()
 _SCALARS = (
     "group_id", "sample", "leaf", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
     "prompt_tokens", "seconds", "meta",
@@ -53,46 +58,55 @@ def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory]) -> Path:
         found, expected = ({k: getattr(x, k) for k in shared} for x in (t, first))
         if t.leaf != n or found != expected:
             raise StructureError(f"leaf {t.leaf} of {len(leaves)}, in place {n}: {found}", f"leaf {n} of {expected}", cause="leaves")
-    final = part_path(buffer_dir, first.group_id, first.sample)
-    tmp = temp_path(final)
-    with explain_os_errors(final), h5py.File(tmp, "w", libver="earliest", locking=False) as f:
+    records = [_record(t) for t in leaves]  # the codec outside of HDF5, whose calls hold a lock of the whole process
+
+    def fill(f: h5py.File) -> None:
         node = f.create_group("trajectories")
-        for n, t in enumerate(leaves):
-            _write(node.create_group(_name(n)), t)
-    publish_file(tmp, final)
+        for n, (t, record) in enumerate(zip(leaves, records, strict=True)):
+            _write(node.create_group(_name(n)), t, *record)
+
+    final = part_path(buffer_dir, first.group_id, first.sample)
+    publish_bytes(final, _image(fill))
     return final
 
 
-def seal_parts(buffer_dir: Path, group_id: int, samples: list[int]) -> int:
+def read_part_summaries(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> tuple[list[dict], list[int]]:
+    """(summaries of the trajectories of these parts, as of `read_summaries`; the samples whose part cannot be read)."""
+    items, damaged = [], []
+    for sample in sorted(samples):
+        try:
+            items += _summaries(part_path(buffer_dir, group_id, sample))
+        except UNREADABLE:
+            damaged.append(sample)
+    return items, damaged
+
+
+def seal_parts(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> int:
     """Copy parts into the sealed group file and publish it exclusively. Returns its size in bytes.
 
     Raises FileExistsError when the group was sealed already (by a process of an older epoch that got there first).
     """
-    final = group_path(buffer_dir, group_id)
+    def fill(out: h5py.File) -> None:
+        out.attrs["group_id"] = group_id
+        node = out.create_group("trajectories")
+        for sample in sorted(samples):
+            with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as part:
+                for leaf in _stored(part):
+                    part.copy(leaf, node, name=_name(len(node)))
+
+    final, image = group_path(buffer_dir, group_id), _image(fill)
     if not final.parent.is_dir():
-        final.parent.mkdir(exist_ok=True)
-        fsync_dir(final.parent.parent)
-    tmp = temp_path(final)
-    with explain_os_errors(final):
-        with h5py.File(tmp, "w", libver="earliest", locking=False) as out:
-            out.attrs["group_id"] = group_id
-            node = out.create_group("trajectories")
-            for sample in sorted(samples):
-                with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as part:
-                    for leaf in _stored(part):
-                        part.copy(leaf, node, name=_name(len(node)))
-        with open(tmp, "rb") as f:
-            os.fsync(f.fileno())
-        try:
-            os.link(tmp, final)  # unlike rename, never replaces: one creator per group
-        finally:
-            tmp.unlink()
-        fsync_dir(final.parent)
-    return final.stat().st_size
+        with explain_os_errors(final):
+            final.parent.mkdir(exist_ok=True)
+            fsync_dir(final.parent.parent)
+    publish_bytes(final, image, exclusive=True)
+    return len(image)
 
 
-def remove_parts(buffer_dir: Path, group_id: int) -> None:
-    for path in (buffer_dir / "parts").glob(f"g{group_id:08d}s*.h5"):
+def remove_parts(buffer_dir: Path, group_id: int, samples: Sequence[int] | None = None) -> None:
+    """Remove the parts of `samples`. None: of all that are there, which lists the parts of every open group."""
+    known = None if samples is None else [part_path(buffer_dir, group_id, s) for s in samples]
+    for path in (buffer_dir / "parts").glob(f"g{group_id:08d}s*.h5") if known is None else known:
         path.unlink(missing_ok=True)
 
 
@@ -123,7 +137,24 @@ def read_trajectory(buffer_dir: Path, group_id: int, index: int, layers: slice |
 def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:
     """Scalars of each trajectory plus `oldest_version`, `routes_shape` ([L, K] or None) and `length`, without reading arrays: what
     planning a step needs."""
-    with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
+    return _summaries(group_path(buffer_dir, group_id))
+
+
+def stored_groups(buffer_dir: Path) -> list[int]:
+    """Every sealed group on disk. Lists all folders."""
+    return [int(path.stem[1:]) for path in (buffer_dir / "groups").glob("*/g*.h5")]
+
+
+def _image(fill: Callable[[h5py.File], None]) -> bytes:
+    """The bytes of the HDF5 file that `fill` makes."""
+    with h5py.File(f"image-{next(_IMAGES)}", "w", driver="core", backing_store=False, block_size=1 << 20, libver="earliest") as f:
+        fill(f)
+        f.flush()
+        return f.id.get_file_image()
+
+
+def _summaries(path: Path) -> list[dict]:
+    with h5py.File(path, "r", locking=False) as f:
         return [{**msgspec.json.decode(node.attrs["record"]), "length": len(node["tokens"])} for node in _stored(f)]
 
 
@@ -137,17 +168,22 @@ def _stored(file: h5py.File) -> Iterator[h5py.Group]:
     return (node[_name(n)] for n in range(len(node)))
 
 
-def _write(node: h5py.Group, t: Trajectory) -> None:
+def _record(t: Trajectory) -> tuple[bytes, np.ndarray | None, str]:
+    """(scalars as JSON, blob of the routes, digest)."""
     shape = None if t.routes is None else t.routes.shape[1:]
     record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "routes_shape": shape})
-    node.attrs["record"] = record.decode()
     routes = header = None
     if t.routes is not None:
         from miles.buffer.routes import RouteReader, encode_routes  # numba takes its time to import, and who reads journals needs none
 
         routes = encode_routes(t.routes)
         header = RouteReader(routes).header
-    node.attrs["digest"] = _digest(record, [getattr(t, k) for k in _ARRAYS], header)
+    return record, routes, _digest(record, [getattr(t, k) for k in _ARRAYS], header)
+
+
+def _write(node: h5py.Group, t: Trajectory, record: bytes, routes: np.ndarray | None, digest: str) -> None:
+    node.attrs["record"] = record.decode()
+    node.attrs["digest"] = digest
     for name in _ARRAYS:
         array = getattr(t, name)
         packed = {} if name == "logprobs" else dict(hdf5plugin.Zstd(clevel=1), shuffle=array.dtype.itemsize > 1)

@@ -101,6 +101,8 @@ class BufferConfig(Section):
     capacity_groups: int = Field(ge=1, description="Finished groups that may wait; a full buffer starts no new group.")
     max_staleness: int = Field(ge=0, description="Largest allowed (version being trained - oldest token version), counted when the group is trained.")
     on_stale: Literal["drop", "retry"] = Field("drop", description="A group over the limit is dropped, or its prompt is sampled again.")
+    filter: str = Field("none", pattern=r"^(none|equal_rewards|\w+(\.\w+)+)$", description="Finished groups that are not worth training: `none` = there are none; `equal_rewards` = all samples have the same reward, so that every advantage is 0; or `package.module.function(summaries) -> str`, which returns the reason to drop a group, or an empty string. Dropped groups are counted by reason and replaced.")
+    on_filtered: Literal["drop", "retry"] = Field("drop", description="What replaces a group that `filter` drops: the next prompt, or once more the same prompt (a second time it is left).")
     keep_trained_gb: float = Field(10.0, ge=0, description="Trained groups kept on disk for analysis, GB; the oldest go first.")
 
 

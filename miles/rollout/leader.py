@@ -30,7 +30,7 @@ def rules_from_config(c: MilesConfig) -> Rules:
         in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
         total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
         groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
-        retry_stale=c.buffer.on_stale == "retry", seed=c.run.seed,
+        retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", seed=c.run.seed,
     )
 
 
@@ -49,6 +49,7 @@ class Leader:
         self._writer = BufferWriter(run, epoch)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
+        self._version = -1  # newest published
         self._urls: dict[int, str] = {}  # rank -> its living engine
         self._told: dict[int, str] = {}
         self._told_at = 0.0
@@ -83,6 +84,7 @@ class Leader:
         self._view.poll()
         newest = self._newest_version()
         if newest is not None:
+            self._version = newest
             self._scheduler.version_published(newest)
         self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
 
@@ -111,9 +113,10 @@ class Leader:
 
     def _log_queue(self) -> None:
         self._logged = time.monotonic()
-        c = self._view.state.counts()
+        c, ages = self._view.state.counts(), self._view.state.waiting_ages(self._version)
         self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
-                      taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked))
+                      taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked),
+                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=max(ages, default=float("nan")))
 
     def close(self) -> None:
         self._writer.close()

@@ -17,7 +17,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from miles.buffer.state import BufferState, Status
+from miles.buffer.state import BufferState, GroupInfo, Status
 
 Sample = tuple[int, int]  # (group id, sample number)
 
@@ -72,6 +72,7 @@ class Rules:
     refill: str = "trajectory"
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
     retry_stale: bool = False
+    retry_filtered: bool = False
     seed: int = 0
 
 
@@ -182,10 +183,10 @@ class Scheduler:
         if not self._may_start():
             return None
         group_id, retry_of = self._next_id, None
-        stale = self._stale_to_retry()
-        if stale is not None:
-            retry_of, task_id = stale.group_id, stale.task_id
-            stale.retried = True
+        again = self._to_retry()
+        if again is not None:
+            retry_of, task_id = again.group_id, again.task_id
+            again.retried = True
         else:
             task_id = self.task_at(self._cursor)
             self._cursor += 1
@@ -207,11 +208,10 @@ class Scheduler:
             return fresh and c["taken"] == 0 and c["ready"] + open_groups < self.rules.groups_per_version
         return c["ready"] + open_groups < self.rules.capacity_groups
 
-    def _stale_to_retry(self):
-        if not self.rules.retry_stale:
-            return None
-        stale = (g for g in self._state.groups.values() if g.dropped == "stale" and not g.retried)
-        return min(stale, key=lambda g: g.group_id, default=None)
+    def _to_retry(self) -> GroupInfo | None:
+        """The dropped group whose prompt is sampled again next, if any."""
+        stale = self._state.to_retry("stale") if self.rules.retry_stale else None
+        return stale or (self._state.to_retry("filter") if self.rules.retry_filtered else None)
 
     def _least_active(self) -> int:
         """The living rank with the fewest active trajectories, of equals the first."""

@@ -1,7 +1,8 @@
 """Append-only journals: one file per writer and epoch, one record per line, each with its own checksum.
 
 A line is `<xxh32 hex of the JSON> <JSON>\n`. A torn last line (kill -9, full disk) fails its checksum or lacks its newline and is not
-believed; whatever stands before it is. Writers never share a file, so no lock is needed on Lustre or NFS.
+believed; whatever stands before it is. A writer that failed once appends no more, so a torn line is always the last: one that whole lines
+follow is damage, and damage is an error. Writers never share a file, so no lock is needed on Lustre or NFS.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ def decode(line: bytes) -> dict[str, Any] | None:
 class JournalWriter:
     """Appends records durably: when `append` returns, the record survives kill -9 and power loss."""
 
+    _failed = False
+
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,12 +48,18 @@ class JournalWriter:
         fsync_dir(path.parent)
 
     def append(self, *records: dict[str, Any]) -> None:
+        """Raises EnvironmentFault: the file system does not take it, now or at an earlier append. Some of the records may be there then, each whole."""
+        if self._failed:
+            raise EnvironmentFault(f"journal {self.path} could not be written before", "no append after a torn one: readers stop there",
+                                   "restart the role, which begins a journal of its own")
         data = b"".join(encode(r) for r in records)
+        self._failed = True  # until all of it is durable
         with explain_os_errors(self.path):
             written = os.write(self._fd, data)
             while written < len(data):
                 written += os.write(self._fd, data[written:])
             os.fsync(self._fd)
+        self._failed = False
 
     def close(self) -> None:
         os.close(self._fd)
@@ -69,13 +78,16 @@ class JournalReader:
                 data = f.read()
         except FileNotFoundError:
             return []
-        out = []
-        for line in data.splitlines(keepends=True):
-            record = decode(line) if line.endswith(b"\n") else None
+        out, lines = [], data.split(b"\n")[:-1]  # what stands behind the last newline is torn, or still being written
+        for n, line in enumerate(lines):
+            record = decode(line)
             if record is None:
-                break  # torn: either still being written, or the writer died here
+                if any(decode(later) is not None for later in lines[n + 1 :]):
+                    raise EnvironmentFault(f"{self.path}: the line at byte {self._offset} does not match its checksum, and whole lines follow it",
+                                           "only the last line may be torn", "check the file system; restore the file, or start a new run from the last checkpoint")
+                break
             out.append(record)
-            self._offset += len(line)
+            self._offset += len(line) + 1
         return out
 
 

@@ -24,8 +24,11 @@ def temp_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.{_HOST}.{os.getpid()}.tmp")
 
 
-def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644) -> None:
-    """Make `final` appear with exactly `data`, durably. Raises EnvironmentFault when the file system is full or read-only."""
+def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644, exclusive: bool = False) -> None:
+    """Make `final` appear with exactly `data`, durably. `exclusive`: link instead of rename, which never replaces.
+
+    Raises EnvironmentFault when the file system is full or read-only; FileExistsError: `exclusive`, and `final` is there already.
+    """
     tmp = temp_path(final)
     with explain_os_errors(final):
         try:
@@ -37,7 +40,11 @@ def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644) -> None:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.rename(tmp, final)
+            if exclusive:
+                os.link(tmp, final)
+                tmp.unlink()
+            else:
+                os.rename(tmp, final)
         except BaseException:
             tmp.unlink(missing_ok=True)
             raise

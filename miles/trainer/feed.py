@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles.buffer import TrainerQueue, read_summaries, read_trajectory
+from miles.buffer import UNREADABLE, TrainerQueue, read_summaries, read_trajectory
 from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import StructureError
@@ -111,9 +111,9 @@ class Feed:
         c: MilesConfig = self._run.config
         wanted = c.trainer.groups_per_step - len({i.group for i in kept})
         start, looked = time.monotonic(), 0.0
-        taken = ()
+        taken: dict[int, list[Item]] = {}
         version = self._while_waiting()
-        while not taken:
+        while len(taken) < wanted:
             if reason := self._stop_requested():
                 return Plan(step, version, stop=reason)
             self._link.tick()
@@ -121,20 +121,33 @@ class Feed:
                 looked = time.monotonic()
                 self._queue.poll()
                 version = self._while_waiting()
-                got = self._queue.take(wanted, version, step)
+                got = self._queue.take(wanted - len(taken), version, step)
                 if got is not None:
                     stale += len(got.stale)
-                    taken = got.groups
+                    found = {g.group_id: self._items_or_drop(g.group_id) for g in got.groups}
+                    taken |= {group: items for group, items in found.items() if items}
+                    looked = 0.0 if len(taken) < len(found) else looked  # what was dropped is replaced at once by what waits
                     if got.stale:
                         self._link.wake()
-            if not taken:
+            if len(taken) < wanted:
                 time.sleep(IDLE_S)
         self._link.wake()  # the buffer has room again
-        items = [*kept, *(i for g in taken for i in self._items(g.group_id))]
+        items = [*kept, *(i for items in taken.values() for i in items)]
         return Plan(step, version, items, waited + time.monotonic() - start, stale)
 
-    def _items(self, group: int) -> list[Item]:
-        summaries = read_summaries(self._run.buffer_dir, group)
+    def _items_or_drop(self, group: int) -> list[Item]:
+        """Items of a group; none when its file is gone or damaged: then it is dropped, and another takes its place."""
+        try:
+            summaries = read_summaries(self._run.buffer_dir, group)
+        except FileNotFoundError:
+            self._queue.drop(group, "missing")
+        except UNREADABLE:
+            self._queue.drop(group, "digest")
+        else:
+            return self._items(group, summaries)
+        return []
+
+    def _items(self, group: int, summaries: list[dict]) -> list[Item]:
         expected = self._train_step.routes_shape
         for s in summaries:
             found = s["routes_shape"]
@@ -155,7 +168,7 @@ class Feed:
             item = plan.items[i]
             try:
                 sequences.append(self._sequence(item, plan.version, number[item.group, item.sample]))
-            except (StructureError, OSError, KeyError):
+            except UNREADABLE:
                 mine.add(item.group)
         groups = sorted({i.group for i in plan.items})
         flags = torch.tensor([g in mine for g in groups], dtype=torch.int32)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_loop import trajectory
 
-from miles.buffer import BufferWriter, write_part
+from miles.buffer import BufferWriter, read_summaries, write_part
 from miles.config import load_config
 from miles.core import StructureError
 from miles.rundir import RunDir
@@ -38,7 +38,7 @@ def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
     routes = np.random.default_rng(0).random((60, 6, 8)).argsort(-1)[..., :2].astype(np.uint8)
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
-        (item,) = feed(run, layers)._items(0)
+        (item,) = feed(run, layers)._items(0, read_summaries(run.buffer_dir, 0))
         s = feed(run, layers)._sequence(item, version=1, rollout=0)
         assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers])
     assert feed(run, [])._sequence(item, version=1, rollout=0).routes is None  # a stage of dense layers, or no replay
@@ -48,7 +48,7 @@ def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
 def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
     with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
-        feed(run, [0])._items(0)
+        feed(run, [0])._items(0, read_summaries(run.buffer_dir, 0))
 
 
 def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(run, world):
@@ -61,7 +61,7 @@ def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(r
             write_part(run, epoch, [replace(trajectory(group, sample, 1), leaf=n) for n in range(count)])
         writer.seal(group, sorted(leaves))
     f = feed(run, [], shape=None)
-    items = [i for g in (3, 8) for i in f._items(g)]
+    items = [i for g in (3, 8) for i in f._items(g, read_summaries(run.buffer_dir, g))]
     half = 0.5 / (0.5 + 1e-6)
     assert [(i.group, i.index, i.sample, i.reward) for i in items] == [(3, 0, 0, 0), (3, 1, 1, 1), (3, 2, 1, 1), (8, 0, 0, 0), (8, 1, 1, 1)]
     assert [i.advantage for i in items] == pytest.approx([-half, half, half, -half, half])

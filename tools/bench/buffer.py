@@ -1,0 +1,314 @@
+#!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
+"""The trajectory buffer against plain files, in one run: tools/bench/buffer.py [--quick] [--json]. Exit status 1 where a target is missed.
+
+Input: groups of 8 trajectories of 4,096 tokens with routes of 24 layers x top-8 of 128 experts, uniform (1,000 groups; --quick: 16).
+
+put + get       a group goes the way of a run: 8 parts, sealed, taken, read back whole, trained. Baseline: the same stored bytes written to one file, with
+                the same number of fsyncs, in turns with it. Both in MB of stored bytes a second. Once with the codec of the routes, which is
+                processor time of one thread and in a run spread over all ranks, and once with the seconds in its calls taken off
+metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
+                child that puts, takes, reads, trains and retires; of 6 groups less those of 2. "to store": without what reading and retiring add
+16 writers      the same parts by 16 processes at once and by one
+flat            what a call costs in a run with 100,000 groups in journals and on disk (--quick: 20,000) against one with 1,000, in turns, medians.
+                The journal of either run ends with a few groups that wait
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+
+from miles.buffer import BufferWriter, TrainerQueue, group_path, read_group, routes, write_part
+from miles.buffer.view import journal_name
+from miles.config import load_config
+from miles.core import NO_VERSION, Role, Trajectory
+from miles.rundir import JournalWriter, RunDir
+
+ROOT = Path(__file__).resolve().parents[2]
+SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
+WRITERS = 16
+CALLS = "open,openat,creat,stat,lstat,newfstatat,statx,access,rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
+READING = {"taken", "read", "retired"}  # phases of the child that store nothing
+
+
+def make_run(folder: Path, *settings: str) -> RunDir:
+    return RunDir.create(load_config(str(ROOT / "configs/tiny_async.toml"), (f"run.root={folder}", "buffer.keep_trained_gb=0", *settings)))
+
+
+def samples(tokens: int = TOKENS, layers: int = LAYERS) -> list[Trajectory]:
+    """A group's trajectories; `put` gives them the number of their group."""
+    rng, out = np.random.default_rng(0), []
+    for s in range(SAMPLES):
+        mask = (np.arange(tokens) % 64 >= 32).astype(np.uint8)
+        drawn = rng.random((tokens - 1, layers, EXPERTS), np.float32).argpartition(CHOSEN, axis=-1)[..., :CHOSEN].astype(np.uint8)
+        out.append(Trajectory(
+            group_id=0, sample=s, task_id="t", tokens=rng.integers(0, 150_000, tokens).astype(np.int32), loss_mask=mask,
+            logprobs=np.where(mask, -rng.exponential(size=tokens), 0).astype(np.float32), versions=np.where(mask, 1, NO_VERSION).astype(np.int32),
+            routes=drawn if layers else None, reward=float(s % 2), finish_reason="done", turns=8, exact=True,
+        ))
+    return out
+
+
+class Both:
+    """Both ends of the buffer of a run, in one process."""
+
+    def __init__(self, run: RunDir):
+        self.run, self.step = run, 0
+        self.epoch = run.new_epoch(Role.ROLLOUT)
+        self.writer = BufferWriter(run, self.epoch)
+        self.queue = TrainerQueue(run, run.new_epoch(Role.TRAINER), 0)
+
+    def put(self, group: int, made: list[Trajectory]) -> None:
+        self.writer.start(group, "t")
+        for t in made:
+            write_part(self.run, self.epoch, [replace(t, group_id=group)])
+        self.writer.seal(group, list(range(len(made))))
+
+    def take(self) -> int:
+        self.step += 1
+        self.queue.poll()
+        return self.queue.take(1, 1, self.step).groups[0].group_id
+
+    def close(self, group: int) -> None:
+        self.queue.trained([group], 1, self.step)
+
+
+@contextmanager
+def counting():
+    """{"fsyncs": how many, "codec": seconds in the codec of the routes} of what runs inside."""
+    real = os.fsync, routes.encode_routes, routes.RouteReader.read
+    seen = {"fsyncs": 0, "codec": 0.0}
+
+    def fsync(fd):
+        seen["fsyncs"] += 1
+        return real[0](fd)
+
+    def timed(function):
+        def call(*args, **kw):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kw)
+            finally:
+                seen["codec"] += time.perf_counter() - start
+
+        return call
+
+    os.fsync, routes.encode_routes, routes.RouteReader.read = fsync, timed(real[1]), timed(real[2])
+    try:
+        yield seen
+    finally:
+        os.fsync, routes.encode_routes, routes.RouteReader.read = real
+
+
+def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
+    start = time.perf_counter()
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    size = -(-len(data) // fsyncs)
+    for n in range(fsyncs):
+        os.write(fd, memoryview(data)[n * size : (n + 1) * size])
+        os.fsync(fd)
+    os.close(fd)
+    return time.perf_counter() - start
+
+
+def put_and_get(folder: Path, groups: int) -> list[dict]:
+    both, made = Both(make_run(folder)), samples()
+    put_get, codec, plain, stored = [], [], [], 0
+    for group in range(groups + 1):
+        with counting() as seen:
+            start = time.perf_counter()
+            both.put(group, made)
+            read_group(both.run.buffer_dir, both.take())
+            both.close(group)
+            seconds = time.perf_counter() - start
+        data = group_path(both.run.buffer_dir, group).read_bytes()
+        other = plain_seconds(folder / "plain", data, seen["fsyncs"])
+        both.queue.retire(both.step)
+        if group:  # the first one compiles
+            put_get.append(seconds)
+            codec.append(seen["codec"])
+            plain.append(other)
+            stored += len(data)
+    mb, baseline = stored / 1e6, stored / 1e6 / sum(plain)
+    whole, apart = mb / sum(put_get), mb / (sum(put_get) - sum(codec))
+    return [
+        figure("put + get, MB/s, codec of the routes apart", apart, baseline, 0.7, at_least=True),
+        figure("put + get, MB/s, all in one thread", whole, baseline, 0.7, at_least=True),
+    ]
+
+
+def child(folder: Path, groups: int) -> None:
+    """What strace looks at. Phases are told apart by stat calls of names that say so."""
+    both, made = Both(make_run(folder)), samples(tokens=64, layers=1)
+    for group in range(groups):
+        os.access(both.run.path / "phase-stored", os.F_OK)
+        both.put(group, made)
+        os.access(both.run.path / "phase-taken", os.F_OK)
+        taken = both.take()
+        os.access(both.run.path / "phase-read", os.F_OK)
+        read_group(both.run.buffer_dir, taken)
+        os.access(both.run.path / "phase-trained", os.F_OK)
+        both.close(group)
+        os.access(both.run.path / "phase-retired", os.F_OK)
+        both.queue.retire(both.step)
+    os.access(both.run.path / "phase-end", os.F_OK)
+
+
+def metadata_calls(folder: Path, groups: int) -> Counter:
+    """(phase, call) -> how many, of `groups` groups."""
+    work = folder / f"traced{groups}"
+    trace = folder / f"trace{groups}"
+    subprocess.run(["strace", "-f", "-qq", "-s", "512", "-o", trace, "-e", f"trace={CALLS}", sys.executable, __file__, "--child", work, str(groups)], check=True)
+    seen, phase = Counter(), "end"
+    for line in trace.read_text(errors="replace").splitlines():
+        found = re.search(r'^\d+\s+(\w+)\(.*"' + re.escape(str(work)) + r'/([^"]*)"', line)
+        if not found:
+            continue
+        if mark := re.search(r"/phase-(\w+)$", found[2]):
+            phase = mark[1]
+        elif phase != "end":
+            seen[phase, found[1]] += 1
+    return seen
+
+
+def metadata(folder: Path) -> list[dict]:
+    if not shutil.which("strace"):
+        return [{**figure("metadata calls a group", float("nan"), 6, 1, at_least=False), "note": "strace is not installed"}]
+    many, few = metadata_calls(folder, 6), metadata_calls(folder, 2)
+    each = {key: (many[key] - few[key]) / 4 for key in many}
+    calls = Counter()
+    for (_, call), count in each.items():
+        calls[call] += count
+    note = ", ".join(f"{call} {count:g}" for call, count in calls.most_common() if count)
+    stored = sum(count for (phase, _), count in each.items() if phase not in READING)
+    return [
+        {**figure("metadata calls a group, to store it", stored, 6, 1, at_least=False), "note": note},
+        figure("metadata calls a group, all its life", sum(each.values()), 6, 1, at_least=False),
+    ]
+
+
+def write_parts(run: RunDir, epoch: int, made: list[Trajectory], first: int, groups: int, start) -> None:
+    write_part(run, epoch, [replace(made[0], group_id=first)])  # warm
+    start.wait()
+    for group in range(first, first + groups):
+        for t in made:
+            write_part(run, epoch, [replace(t, group_id=group)])
+
+
+def writers(folder: Path, groups_each: int) -> list[dict]:
+    context, made, rates = multiprocessing.get_context("fork"), samples(), []
+    for count in (1, WRITERS):
+        run = make_run(folder)
+        epoch, start = run.new_epoch(Role.ROLLOUT), context.Barrier(count + 1)
+        each = groups_each * WRITERS // count
+        processes = [context.Process(target=write_parts, args=(run, epoch, made, 1 + n * each, each, start)) for n in range(count)]
+        for p in processes:
+            p.start()
+        start.wait()
+        begin = time.perf_counter()
+        for p in processes:
+            p.join()
+        seconds = time.perf_counter() - begin
+        if any(p.exitcode for p in processes):
+            raise SystemExit("a writer failed")
+        parts = list((run.buffer_dir / "parts").glob("g*.h5"))
+        if len(parts) != groups_each * WRITERS * SAMPLES:
+            raise SystemExit(f"{len(parts)} parts, of {groups_each * WRITERS * SAMPLES}")
+        rates.append(sum(p.stat().st_size for p in parts) / 1e6 / seconds)
+        shutil.rmtree(run.path)
+    return [figure("parts by 16 writers, MB/s against one", rates[1], rates[0], 1.0, at_least=True)]
+
+
+def history(folder: Path, groups: int) -> Both:
+    """A run in which `groups` groups were trained, all still on disk (as empty files: their bytes cost nothing to keep), and 32 wait."""
+    run = make_run(folder, "buffer.keep_trained_gb=1")
+    facts = {"task": "t", "trajectories": 8, "samples": 8, "oldest_version": 1, "tokens": 100, "reward_mean": 0.5}
+    ids = range(groups)
+    made = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, run.new_epoch(Role.ROLLOUT)))
+    made.append(*({"kind": "start", "group": g, "task": "t"} for g in ids), *({"kind": "ready", "group": g, **facts} for g in ids))
+    made.close()
+    used = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.TRAINER, run.new_epoch(Role.TRAINER)))
+    used.append(*({"kind": "trained", "groups": [g], "step": 0, "version": 1} for g in ids[:-32]))
+    used.close()
+    for g in ids:
+        path = group_path(run.buffer_dir, g)
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+    both = Both(run)
+    both.queue.retire(0)
+    return both
+
+
+def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
+    runs, made = [history(folder, n) for n in (1000, groups)], samples(tokens=64, layers=1)
+    seconds: dict[str, tuple[list[float], list[float]]] = {k: ([], []) for k in ("put", "poll", "take", "counts", "retire")}
+    first = groups + 1
+    for n in range(repeats):
+        for side, both in enumerate(runs):
+
+            def timed(name, call, side=side):
+                start = time.perf_counter()
+                call()
+                seconds[name][side].append(time.perf_counter() - start)
+
+            timed("put", lambda both=both, n=n: both.put(first + n, made))
+            timed("poll", both.queue.poll)
+            taken = []
+            timed("take", lambda both=both, taken=taken: taken.append(both.take()))
+            timed("counts", both.queue.state.counts)
+            both.close(taken[0])
+            timed("retire", lambda both=both: both.queue.retire(both.step))
+    names = {k: f"{k}, us with {groups:,} groups against 1,000" for k in seconds}
+    return [figure(names[k], 1e6 * statistics.median(many), 1e6 * statistics.median(few), 1.25, at_least=False) for k, (few, many) in seconds.items()]
+
+
+def figure(name: str, value: float, baseline: float, target: float, *, at_least: bool) -> dict:
+    """`target` is of the ratio to the baseline."""
+    ratio = value / baseline
+    ok = ratio >= target if at_least else ratio <= target
+    return {"figure": name, "value": value, "baseline": baseline, "ratio": ratio, "limit": None, "target": target, "ok": bool(ok)}
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--child"]:
+        child(Path(sys.argv[2]), int(sys.argv[3]))
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="16 groups instead of 1,000, 20,000 in the journals instead of 100,000")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="miles-bench-buffer-") as name:
+        folder = Path(name)
+        figures = put_and_get(folder, 16 if args.quick else 1000)
+        figures += metadata(folder)
+        figures += writers(folder, 1 if args.quick else 8)
+        figures += flat(folder, 20_000 if args.quick else 100_000, 40 if args.quick else 200)
+    if args.json:
+        print(json.dumps({"bench": "buffer", "cpus": os.cpu_count(), "figures": figures}))
+    else:
+        print(f"{'figure':52} {'ours':>10} {'baseline':>10} {'ratio':>7} {'target':>8}")
+        for f in figures:
+            print(f"{f['figure']:52} {f['value']:>10,.1f} {f['baseline']:>10,.1f} {f['ratio']:>7.3f} {f['target']:>8.2f}" + ("" if f["ok"] else "  MISSED"))
+            if "note" in f:
+                print(f"    {f['note']}")
+    return 0 if all(f["ok"] for f in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
