@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+from miles.buffer.segments import SegmentName, read_segment, segments
 from miles.buffer.state import GroupInfo, Status, choose
-from miles.buffer.storage import group_path, stored_groups
+from miles.buffer.storage import group_path, parts_dir, stored_groups
 from miles.buffer.view import BufferView, journal_name
 from miles.core import Role
 from miles.rundir import JournalWriter, RunDir
+
+_CLOSED = (Status.TRAINED, Status.DROPPED)
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,11 @@ class TrainerQueue:
         self._view = BufferView(run)
         self._append({"kind": "restore", "step": restored_step})
         self._view.poll()
-        closed = (Status.TRAINED, Status.DROPPED)
-        self._done = [g for g in stored_groups(run.buffer_dir) if g in self.state.groups and self.state.groups[g].status in closed]  # not in `_kept` yet
+        self._done = [g for g in stored_groups(run.buffer_dir) if g in self.state.groups and self.state.groups[g].status in _CLOSED]  # not in `_kept` yet
+        self._files = set(self._done)  # closed groups whose file is there
         self._kept: list[tuple[int, int, int]] = []  # heap of (step, group, bytes): files that a checkpoint no longer needs
         self._kept_bytes = 0
+        self._held: dict[SegmentName, set[int]] = {}  # groups of full segments that are not gone yet
 
     @property
     def state(self):
@@ -52,8 +56,8 @@ class TrainerQueue:
         Groups over the limit are dropped (and journalled as `stale`) whether or not enough fresh ones are there.
         """
         fresh, stale = choose(self.state, count, version, self._run.config.buffer.max_staleness)
+        self._close(g.group_id for g in stale)
         for g in stale:
-            self._done.append(g.group_id)
             self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,
                           "oldest_version": g.oldest_version, "tokens": g.tokens, "reward_mean": g.reward_mean})
         if len(fresh) < count:
@@ -65,35 +69,60 @@ class TrainerQueue:
 
     def drop(self, group_id: int, reason: str) -> None:
         """Drop a group whose file does not verify, or is gone."""
-        self._done.append(group_id)
+        self._close([group_id])
         self._append({"kind": "drop", "group": group_id, "reason": reason})
         self._view.poll()
 
     def trained(self, groups: list[int], version: int, step: int) -> None:
         self._append({"kind": "trained", "groups": groups, "step": step, "version": version})
-        self._done += groups
+        self._close(groups)
         self._view.poll()
 
     def retire(self, up_to_step: int) -> int:
-        """Remove the files of the oldest groups trained at or before `up_to_step` beyond `buffer.keep_trained_gb`, dropped ones first.
-        Returns how many. Looks at the groups that are new since the last call: each file is looked at once."""
+        """Remove the oldest groups trained at or before `up_to_step` beyond `buffer.keep_trained_gb`, dropped ones first, and the segments of which every
+        group is gone. Returns how many groups. Looks at the groups that are new since the last call."""
+        self._run.check_epoch(Role.TRAINER, self._epoch)
         later = []
         for group_id in self._done:
             g = self.state.groups[group_id]
             if g.trained and g.step > up_to_step:
                 later.append(group_id)
-                continue
-            with contextlib.suppress(FileNotFoundError):
-                size = group_path(self._run.buffer_dir, group_id).stat().st_size
-                heapq.heappush(self._kept, (g.step if g.trained else 0, group_id, size))
-                self._kept_bytes += size
+            else:
+                heapq.heappush(self._kept, (g.step if g.trained else 0, group_id, g.bytes))
+                self._kept_bytes += g.bytes
         self._done, removed = later, 0
         while self._kept and self._kept_bytes > self._run.config.buffer.keep_trained_gb * 1e9:
             _, group_id, size = heapq.heappop(self._kept)
             group_path(self._run.buffer_dir, group_id).unlink(missing_ok=True)
             self._kept_bytes -= size
+            self._files.discard(group_id)
             removed += 1
+        self._retire_segments()
         return removed
+
+    def _retire_segments(self) -> None:
+        folder = parts_dir(self._run.buffer_dir)
+        names = segments(folder)
+        last, epoch = {(n.epoch, n.writer): n.number for n in names}, self._run.current_epoch(Role.ROLLOUT)
+        for name in names:
+            if name.epoch >= epoch and name.number == last[name.epoch, name.writer]:
+                continue  # its writer may still append to it
+            if name not in self._held:
+                self._held[name] = {header.group for header, _ in read_segment(folder, name)} | set(self.state.in_segment.get(str(name), ()))
+            self._held[name] = {g for g in self._held[name] if self._needed(g)}
+            if not self._held[name]:
+                (folder / str(name)).unlink(missing_ok=True)
+                del self._held[name]
+
+    def _needed(self, group_id: int) -> bool:
+        """Its bytes may still be asked for, or are kept for analysis. A group that was dropped before it was sealed has nothing to keep."""
+        g = self.state.groups.get(group_id)
+        return g is None or g.status not in _CLOSED or group_id in self._files
+
+    def _close(self, groups: Iterable[int]) -> None:
+        new = set(groups) - self._files
+        self._done += new
+        self._files |= new
 
     def _append(self, record: dict) -> None:
         self._run.check_epoch(Role.TRAINER, self._epoch)

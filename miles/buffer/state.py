@@ -37,6 +37,7 @@ class GroupInfo:
     samples: int = 0
     tokens: int = 0
     reward_mean: float = 0.0  # over samples
+    bytes: int = 0  # stored
     dropped: str = ""  # reason
     retried: bool = False  # the rollout side has started a replacement
     step: int | None = None
@@ -65,6 +66,7 @@ class BufferState:
     def clear(self) -> None:
         """Forget all records."""
         self.groups: dict[int, GroupInfo] = {}
+        self.in_segment: dict[str, list[int]] = {}  # segment -> sealed groups with samples in it
         self._to_retry: dict[str, list[int]] = {"stale": [], "filter": []}  # dropped groups; heaps, the first dropped group first
         self._ready_count = 0
         self._next_id = 0
@@ -97,6 +99,9 @@ class BufferState:
             if not g.ready:
                 g.ready, g.ready_order = True, self._ready_count
                 _note_figures(g, record)
+                g.bytes = record.get("bytes", 0)
+                for segment in record.get("segments", ()):
+                    self.in_segment.setdefault(segment, []).append(g.group_id)
                 self._ready_count += 1
             return [g]
         if kind in ("drop", "stale"):

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from miles.buffer import BufferView, BufferWriter
-from miles.buffer.storage import finished_parts, remove_parts
+from miles.buffer import BufferView, BufferWriter, Status
 from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import Role
@@ -41,12 +40,9 @@ class Leader:
         self._run, self._world, self._log, self._newest_version = run, world, log, newest_version
         self._view = BufferView(run)
         self._view.poll()
-        parts = finished_parts(run.buffer_dir)
-        for group_id in parts:
-            if group_id in self._view.state.groups and self._view.state.groups[group_id].status != "open":
-                remove_parts(run.buffer_dir, group_id)  # left by a leader that died right after announcing the group
-        self._scheduler = Scheduler(rules_from_config(run.config), tasks, self._view.state, parts)
         self._writer = BufferWriter(run, epoch)
+        parts = self._writer.finished_parts([g.group_id for g in self._view.state.with_status(Status.OPEN)])
+        self._scheduler = Scheduler(rules_from_config(run.config), tasks, self._view.state, parts)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
         self._version = -1  # newest published

@@ -1,10 +1,10 @@
 import itertools
+import os
 from dataclasses import replace
 
-import h5py
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from miles.buffer import (
@@ -19,7 +19,8 @@ from miles.buffer import (
     read_trajectory,
     write_part,
 )
-from miles.buffer.storage import finished_parts, seal_parts
+from miles.buffer.frames import read_frame
+from miles.buffer.storage import finished_parts, parts_dir, read_sealed, seal_parts
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import RunDir
@@ -55,7 +56,7 @@ def queue(run, step=0):
     return TrainerQueue(run, run.new_epoch("trainer"), step)
 
 
-def test_a_sealed_group_reads_back_equal_and_its_parts_are_gone(run, writer):
+def test_a_sealed_group_reads_back_equal(run, writer):
     put(run, writer, 7)
     g = read_group(run.buffer_dir, 7)
     for s, t in enumerate(g.trajectories):
@@ -64,7 +65,6 @@ def test_a_sealed_group_reads_back_equal_and_its_parts_are_gone(run, writer):
             a, b = getattr(t, name), getattr(expected, name)
             assert a.dtype == b.dtype and np.array_equal(a, b), name
         assert (t.reward, t.sample, t.exact) == (float(s), s, True)
-    assert finished_parts(run.buffer_dir) == {}
     assert [i["length"] for i in read_summaries(run.buffer_dir, 7)] == [6, 6]
 
 
@@ -109,10 +109,21 @@ def test_an_old_trainer_cannot_take_after_a_new_one_has_started(run, writer):
         old.take(1, 1, 1)
 
 
-def test_an_old_rollout_rank_cannot_publish_a_part(run, writer):
+def test_an_old_rollout_rank_cannot_begin_a_segment(run, writer):
     run.new_epoch("rollout")
     with pytest.raises(StaleEpochError):
         write_part(run, 1, [trajectory()])
+    assert finished_parts(run.buffer_dir) == {}
+
+
+def test_what_an_old_rank_appends_after_a_new_leader_has_started_is_not_seen(run, writer):
+    write_part(run, 1, [trajectory(0, 0, reward=0.25)])
+    second = BufferWriter(run, run.new_epoch("rollout"))
+    write_part(run, 1, [trajectory(0, 0, reward=0.75)])  # to the segment that it had open
+    write_part(run, 1, [trajectory(0, 1, reward=0.75)])
+    write_part(run, 2, [trajectory(0, 1, reward=0.5)])
+    second.seal(0, [0, 1])
+    assert [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [0.25, 0.5]
 
 
 def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, writer):
@@ -124,15 +135,36 @@ def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, w
     second.seal(5, [0, 1])
     view = BufferView(run)
     view.poll()
-    assert [g.group_id for g in view.state.ready_in_order()] == [5] and finished_parts(run.buffer_dir) == {}
+    assert [g.group_id for g in view.state.ready_in_order()] == [5]
 
 
-def test_flipped_bytes_are_found(run, writer):
-    put(run, writer, 0)
-    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
-        f["trajectories/001/logprobs"][5] = -0.25
-    with pytest.raises(StructureError, match="digest"):
-        read_group(run.buffer_dir, 0)
+def flip(run, group, sample, offset, *, from_end=False):
+    """Flip one bit in the body of a stored sample."""
+    place = next(p for p in read_sealed(run.buffer_dir, group).places if p.sample == sample)
+    at = place.offset + place.size - 1 - offset if from_end else place.body + offset
+    with open(parts_dir(run.buffer_dir) / place.segment, "r+b") as f:
+        f.seek(at)
+        byte = f.read(1)[0]
+        f.seek(at)
+        f.write(bytes([byte ^ 1]))
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_flipped_bit_anywhere_in_a_sample_is_found(run, data):
+    if not group_path(run.buffer_dir, 0).exists():
+        put(run, BufferWriter(run, run.new_epoch("rollout")), 0)
+    place = read_sealed(run.buffer_dir, 0).places[1]
+    offset = data.draw(st.integers(0, place.size - 1))
+    flip(run, 0, 1, offset, from_end=True)
+    try:
+        assert read_trajectory(run.buffer_dir, 0, 0).sample == 0  # the other sample is whole
+        with pytest.raises(StructureError) as e:
+            read_group(run.buffer_dir, 0)
+        assert e.value.cause == "digest"
+    finally:
+        flip(run, 0, 1, offset, from_end=True)
+    read_group(run.buffer_dir, 0)
 
 
 def test_layers_are_read_alone_and_verified_alone(run, writer):
@@ -144,16 +176,20 @@ def test_layers_are_read_alone_and_verified_alone(run, writer):
     assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
     assert read_trajectory(run.buffer_dir, 0, 0, ()).routes.shape == (1100, 0, 4)
     assert read_summaries(run.buffer_dir, 0)[0]["routes_shape"] == [6, 4]
-    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
-        blob = f["trajectories/000/routes"]
-        blob[len(blob) - 1] ^= 1  # in the last layer
+    flip(run, 0, 0, 0, from_end=True)  # in the last layer
     assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, range(5)).routes, expected[:, :5])
     with pytest.raises(StructureError, match="block 5 .layers 5 .. 5. is not what was written"):
         read_trajectory(run.buffer_dir, 0, 0, [5])
-    with h5py.File(group_path(run.buffer_dir, 0), "r+", locking=False) as f:
-        f["trajectories/000/routes"][0] ^= 2
+    place = read_sealed(run.buffer_dir, 0).places[0]
+    flip(run, 0, 0, place.offset + place.size - place.body - leaf_of(run, place).sizes[-1])  # in the header of the routes
     with pytest.raises(StructureError):
         read_trajectory(run.buffer_dir, 0, 0, ())
+
+
+def leaf_of(run, place):
+    fd, header = read_frame(parts_dir(run.buffer_dir), place, 0)
+    os.close(fd)
+    return header.leaves[0]
 
 
 def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
@@ -163,7 +199,7 @@ def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
         q.poll()
         q.take(1, 1, g + 1)
         q.trained([g], 1, g + 1)
-    size = group_path(run.buffer_dir, 0).stat().st_size
+    size = q.state.groups[0].bytes
     q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 1.5 * size / 1e9})})
     assert q.retire(up_to_step=3) == 2
     assert [group_path(run.buffer_dir, g).exists() for g in range(3)] == [False, False, True]

@@ -4,7 +4,6 @@ import itertools
 import os
 from dataclasses import replace
 
-import h5py
 import numpy as np
 import pytest
 
@@ -20,8 +19,7 @@ from miles.buffer import (
 )
 from miles.buffer.storage import (
     finished_parts,
-    part_path,
-    remove_parts,
+    Parts,
     seal_parts,
     write_part_file,
 )
@@ -118,16 +116,15 @@ def test_the_thousandth_leaf_comes_after_the_others(run):
 
 
 def carry_on(run):
-    """What the next leader does: parts of closed groups go, samples that are not there are played again, the group is sealed."""
+    """What the next leader does: samples that are not there are played again, the group is sealed."""
     epoch = run.new_epoch("rollout")
     view = BufferView(run)
     view.poll()
-    parts, samples = finished_parts(run.buffer_dir), three_leaves()
     status = view.state.groups[4].status if 4 in view.state.groups else None
     if status is Status.READY:
-        remove_parts(run.buffer_dir, 4)
         return
-    writer = BufferWriter(run, epoch)
+    writer, samples = BufferWriter(run, epoch), three_leaves()
+    parts = writer.finished_parts([4])
     if status is None:
         writer.start(4, "t")
     for sample in set(samples) - set(parts.get(4, ())):
@@ -135,7 +132,7 @@ def carry_on(run):
     writer.seal(4, sorted(samples))
 
 
-CALLS = ("write", "fsync", "rename", "link", "unlink")  # the system calls through which the buffer makes anything durable
+CALLS = ("open", "write", "fsync", "rename", "unlink")  # the system calls through which the buffer makes anything durable
 
 
 def die_before_call(run, number):
@@ -170,15 +167,13 @@ def test_killed_before_any_call_the_group_comes_whole_and_once(tmp_path):
     for number in itertools.count():
         run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"run.name=kill{number}")))
         died = die_before_call(run, number)
-        for sample in finished_parts(run.buffer_dir).get(4, []):  # a part that is there has all its leaves
-            with h5py.File(part_path(run.buffer_dir, 4, sample), "r", locking=False) as part:
-                assert len(part["trajectories"]) == len(three_leaves()[sample])
+        for sample, part in Parts(run.buffer_dir).groups.get(4, {}).items():  # a part that is there has all its leaves
+            assert [i["leaf"] for i in part.summaries] == list(range(len(three_leaves()[sample])))
         carry_on(run)
         view = BufferView(run)
         view.poll()
         assert [(g.group_id, g.trajectories, g.samples) for g in view.state.with_status(Status.READY)] == [(4, 3, 2)], number
-        assert finished_parts(run.buffer_dir) == {}
         assert all(equal(a, b) for a, b in zip(read_group(run.buffer_dir, 4).trajectories, expected, strict=True)), number
         if not died:
             break
-    assert number > 12  # parts (fsync, rename, folder), sealing (fsync, link, unlink, folder), records, removal of parts
+    assert number > 12  # segment (open, folder), parts (write, fsync), sealing (open, write, fsync, folder), records

@@ -35,6 +35,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from miles.buffer import BufferWriter, TrainerQueue, group_path, read_group, routes, write_part
+from miles.buffer.storage import Parts, parts_dir, read_sealed
 from miles.buffer.view import journal_name
 from miles.config import load_config
 from miles.core import NO_VERSION, Role, Trajectory
@@ -116,6 +117,16 @@ def counting():
         os.fsync, routes.encode_routes, routes.RouteReader.read = real
 
 
+def stored_bytes(run: RunDir, group: int) -> bytes:
+    """What a group takes on disk."""
+    found = [group_path(run.buffer_dir, group).read_bytes()]
+    for place in read_sealed(run.buffer_dir, group).places:
+        with open(parts_dir(run.buffer_dir) / place.segment, "rb") as f:
+            f.seek(place.offset)
+            found.append(f.read(place.size))
+    return b"".join(found)
+
+
 def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
     start = time.perf_counter()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -137,7 +148,7 @@ def put_and_get(folder: Path, groups: int) -> list[dict]:
             read_group(both.run.buffer_dir, both.take())
             both.close(group)
             seconds = time.perf_counter() - start
-        data = group_path(both.run.buffer_dir, group).read_bytes()
+        data = stored_bytes(both.run, group)
         other = plain_seconds(folder / "plain", data, seen["fsyncs"])
         both.queue.retire(both.step)
         if group:  # the first one compiles
@@ -204,7 +215,7 @@ def metadata(folder: Path) -> list[dict]:
 
 
 def write_parts(run: RunDir, epoch: int, made: list[Trajectory], first: int, groups: int, start) -> None:
-    write_part(run, epoch, [replace(made[0], group_id=first)])  # warm
+    write_part(run, epoch, [replace(made[0], group_id=0)])  # warm
     start.wait()
     for group in range(first, first + groups):
         for t in made:
@@ -227,16 +238,17 @@ def writers(folder: Path, groups_each: int) -> list[dict]:
         seconds = time.perf_counter() - begin
         if any(p.exitcode for p in processes):
             raise SystemExit("a writer failed")
-        parts = list((run.buffer_dir / "parts").glob("g*.h5"))
+        found = Parts(run.buffer_dir).groups
+        parts = [p for g in range(1, 1 + groups_each * WRITERS) for p in found[g].values()]
         if len(parts) != groups_each * WRITERS * SAMPLES:
             raise SystemExit(f"{len(parts)} parts, of {groups_each * WRITERS * SAMPLES}")
-        rates.append(sum(p.stat().st_size for p in parts) / 1e6 / seconds)
+        rates.append(sum(p.place.size for p in parts) / 1e6 / seconds)
         shutil.rmtree(run.path)
     return [figure("parts by 16 writers, MB/s against one", rates[1], rates[0], 1.0, at_least=True)]
 
 
 def history(folder: Path, groups: int) -> Both:
-    """A run in which `groups` groups were trained, all still on disk (as empty files: their bytes cost nothing to keep), and 32 wait."""
+    """A run in which `groups` groups were trained, all still on disk (as files that hold nothing), and 32 wait."""
     run = make_run(folder, "buffer.keep_trained_gb=1")
     facts = {"task": "t", "trajectories": 8, "samples": 8, "oldest_version": 1, "tokens": 100, "reward_mean": 0.5}
     ids = range(groups)

@@ -1,0 +1,134 @@
+"""Segment files: finished samples, appended by the one process that made them.
+
+    parts/e000002.node7.4711.0000.seg      epoch, host, process and number of the segment
+
+A sample is written once, where it was made, by one write and one fsync; groups refer to it. So a group costs the file system a handful of
+operations, however many samples it has, and no process copies the bytes of others. A segment belongs to one writer, so no append is shared. It ends
+at `SEGMENT_BYTES`, or where a write failed: nothing is appended after bytes that may be torn.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles.buffer.frames import Header, Place, read_header
+from miles.rundir.publish import explain_os_errors, fsync_dir
+
+SEGMENT_BYTES = 64 << 20  # of 10 GB kept there are 160 files, and one that is not full for each writer
+_HOST = socket.gethostname().split(".")[0].replace(".", "-")
+
+
+@dataclass(frozen=True, order=True)
+class SegmentName:
+    epoch: int
+    writer: str
+    number: int
+
+    @classmethod
+    def parse(cls, name: str) -> SegmentName | None:
+        """None: the file is no segment."""
+        parts = name.split(".")
+        if len(parts) != 5 or parts[4] != "seg":
+            return None
+        return cls(int(parts[0][1:]), f"{parts[1]}.{parts[2]}", int(parts[3]))
+
+    def __str__(self) -> str:
+        return f"e{self.epoch:06d}.{self.writer}.{self.number:04d}.seg"
+
+
+class SegmentWriter:
+    """Appends frames durably. Safe to call from several threads of a process."""
+
+    def __init__(self, folder: Path, epoch: int, fence: Callable[[], None]):
+        """`fence` is called before each new segment and raises when this epoch is over."""
+        self._folder, self._epoch, self._fence = folder, epoch, fence
+        self._lock, self._fd, self._size, self._number = threading.Lock(), -1, 0, 0
+
+    def append(self, frame: bytes) -> None:
+        """When it returns, the frame survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): the frame is not there."""
+        with self._lock, explain_os_errors(self._folder):
+            if self._fd < 0 or self._size >= SEGMENT_BYTES:
+                self._open()
+            fd, self._fd = self._fd, -1  # not used again unless all goes well
+            try:
+                view = memoryview(frame)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            except BaseException:
+                os.close(fd)
+                raise
+            self._fd, self._size = fd, self._size + len(frame)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def _open(self) -> None:
+        self._fence()
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        while True:  # a process of an earlier attempt on this host may have had our id
+            name = str(SegmentName(self._epoch, f"{_HOST}.{os.getpid()}", self._number))
+            self._number += 1
+            try:
+                fd = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+                break
+            except FileExistsError:
+                continue
+        try:
+            fsync_dir(self._folder)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd, self._size = fd, 0
+
+
+class SegmentReader:
+    """Follows the segments of a folder: each `poll` gives the frames that were added since the last."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._offsets: dict[SegmentName, int] = {}
+
+    def poll(self, epoch: int | None = None) -> Iterator[tuple[Header, Place]]:
+        """`epoch`: look at segments of this epoch alone. A segment that has a successor and was read to its end is not opened again."""
+        names = segments(self._folder)
+        last = {(n.epoch, n.writer): n.number for n in names}
+        for name in names:
+            open_end = name.number == last[name.epoch, name.writer]
+            offset = self._offsets.get(name, 0)
+            if offset < 0 or (epoch is not None and name.epoch != epoch):
+                continue
+            try:
+                for found in read_segment(self._folder, name, offset):
+                    offset += found[1].size
+                    yield found
+            except FileNotFoundError:
+                continue  # retired since it was listed
+            self._offsets[name] = offset if open_end else -1
+
+
+def read_segment(folder: Path, name: SegmentName, offset: int = 0) -> Iterator[tuple[Header, Place]]:
+    """The frames of a segment from `offset` on, up to its end or to what is torn or damaged: what lies behind cannot be found."""
+    fd = os.open(folder / str(name), os.O_RDONLY)
+    try:
+        end = os.fstat(fd).st_size
+        while (found := read_header(fd, str(name), offset, end)) is not None:
+            offset += found[1].size
+            yield found
+    finally:
+        os.close(fd)
+
+
+def segments(folder: Path) -> list[SegmentName]:
+    """All segments, in order."""
+    return sorted(n for name in os.listdir(folder) if (n := SegmentName.parse(name)) is not None)
