@@ -169,14 +169,14 @@ def _encode_leaf(t: Trajectory, start: int) -> tuple[Leaf, list]:
     shape = None if t.routes is None else t.routes.shape[1:]
     record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "routes_shape": shape})
     compress = zstandard.ZstdCompressor(level=1).compress
-    blobs = [a.tobytes() if name in PLAIN else compress(a) for name, a in zip(ARRAYS, arrays, strict=True)]
+    blobs = [a.view(np.uint8) if name in PLAIN else compress(a) for name, a in zip(ARRAYS, arrays, strict=True)]
     header = None
     if t.routes is not None:
         from miles.buffer.routes import RouteReader, encode_routes
 
         routes = encode_routes(t.routes)
         header = RouteReader(routes).header
-        blobs.append(routes.tobytes())
+        blobs.append(routes)
     else:
         blobs.append(b"")
     return Leaf(record.decode(), _digest(record, arrays, header), len(t.tokens), start, [len(b) for b in blobs]), blobs

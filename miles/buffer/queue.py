@@ -119,6 +119,9 @@ class TrainerQueue:
         g = self.state.groups.get(group_id)
         return g is None or g.status not in _CLOSED or group_id in self._files
 
+    def close(self) -> None:
+        self._journal.close()
+
     def _close(self, groups: Iterable[int]) -> None:
         new = set(groups) - self._files
         self._done += new
