@@ -12,6 +12,7 @@ LOGPROB_LIMIT = {"fp32": 1e-3, "bf16": 0.05}  # mean over exact tokens, by the r
 LOGPROB_LIMIT_LOW = 0.1  # fp8 and below; a published 744B run with fp8 rollouts had 0.037
 HIT_RATE_LIMIT = 0.9
 DROPPED_LIMIT = 0.1  # of the groups that were finished
+FILTERED_LIMIT = 0.8  # of finished groups: more, and most of the rollout is thrown away
 WAIT_LIMIT = 0.8
 BALANCE_LIMIT = 1.5  # most loaded engine over the mean
 
@@ -56,11 +57,14 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
             f"prefix-cache hit rate {s['prefix_cache_hit_rate']:.1%}, expected at least {HIT_RATE_LIMIT:.0%}: KV cache too small, or "
             f"sessions moved",
         )
-    dropped, trained = sum(s["dropped"].values()), s["groups_trained"]
+    trained, filtered = s["groups_trained"], sum(n for reason, n in s["dropped"].items() if reason.startswith("filter:"))
+    if filtered and filtered / (filtered + trained) > FILTERED_LIMIT:
+        alarm("warning", f"buffer.filter dropped {filtered} of {filtered + trained} finished groups: the tasks are too easy or too hard for this model")
+    dropped = sum(s["dropped"].values()) - filtered
     if dropped and dropped / (dropped + trained) > DROPPED_LIMIT:
         alarm(
             "warning",
-            f"{dropped} of {dropped + trained} finished groups were dropped ({', '.join(f'{k}: {v}' for k, v in s['dropped'].items())})",
+            f"{dropped} of {dropped + trained} finished groups were dropped ({', '.join(f'{k}: {v}' for k, v in s['dropped'].items() if not k.startswith('filter:'))})",
         )
     for share, text in (
         (s["waits"]["trainer_wait_share"], "the trainer waits for trajectories"),

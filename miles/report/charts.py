@@ -26,6 +26,8 @@ def charts(s: dict[str, Any]) -> dict[str, str]:
         out["Log-probability difference, trainer and engine"] = _draw(lambda ax: _logprobs(ax, steps))
     if s["series"].get("queue"):
         out["Queue"] = _draw(lambda ax: _queue(ax, s))
+        if s["staleness"]["waiting_max_over_time"]["count"]:
+            out["Staleness of waiting groups"] = _draw(lambda ax: _waiting(ax, s))
     if s["weights"]["transports"]:
         out["Weight update, medians"] = _draw(lambda ax: _waterfall(ax, s["weights"]["transports"]))
     if s["files"]:
@@ -126,6 +128,16 @@ def _queue(ax, s: dict[str, Any]) -> None:
     )
     ax.set(xlabel="minutes", ylabel="count")
     ax.legend(frameon=False, ncols=3)
+
+
+def _waiting(ax, s: dict[str, Any]) -> None:
+    q = s["series"]["queue"]
+    minutes = [t / 60 for t in q["seconds"]]
+    ax.plot(minutes, _floats(q["waiting_age_mean"]), lw=0.9, color="#2a6f97", label="mean")
+    ax.plot(minutes, _floats(q["waiting_age_max"]), lw=0.9, color="#e09f3e", label="oldest")
+    ax.axhline(s["staleness"]["limit"], lw=1, ls="--", color="#9e2a2b", label="limit")
+    ax.set(xlabel="minutes", ylabel="versions")
+    ax.legend(frameon=False)
 
 
 def _waterfall(ax, transports: dict[str, Any]) -> None:

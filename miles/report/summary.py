@@ -137,10 +137,22 @@ def logprob_difference(steps: Table) -> dict[str, Any]:
 
 def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
     """Version being trained minus the oldest token's version, at training time. mean over samples; `histogram` counts trained
-    samples by age (joined from the journal, so it may hold fewer when rollout logs are lost); `waiting_max` looks at the queue now."""
+    samples by age (joined from the journal, so it may hold fewer when rollout logs are lost). Of ready groups, which are as old as they would be if they were
+    trained at the newest version: `waiting_histogram` and `waiting_max` now, `waiting_mean_over_time` and `waiting_max_over_time` a value a second while
+    there were some."""
     newest = max(data.lineage.versions.values(), default=None)
     waiting = [staleness(newest, g.oldest_version) for g in data.buffer.ready_in_order()] if newest is not None else []
-    out = {"limit": data.config.buffer.max_staleness, "max": None, "mean": None, "histogram": {}, "waiting_max": max(waiting, default=None)}
+    table, counts = queue_rows(data), Counter(waiting)
+    out = {
+        "limit": data.config.buffer.max_staleness,
+        "max": None,
+        "mean": None,
+        "histogram": {},
+        "waiting_max": max(waiting, default=None),
+        "waiting_histogram": {str(k): counts[k] for k in sorted(counts)},
+        "waiting_mean_over_time": spread(table.get("waiting_age_mean")),
+        "waiting_max_over_time": spread(table.get("waiting_age_max")),
+    }
     if steps:
         out |= {
             "max": int(steps["staleness_max"].max()),
@@ -238,12 +250,14 @@ def weights(data: RunData, steps: Table) -> dict[str, Any]:
 
 
 def dropped_detail(data: RunData) -> dict[str, Any]:
-    """Mean length of a sequence and reward of a sample, in dropped groups beside trained ones: how much dropping favours short ones."""
+    """Mean length of a sequence and reward of a sample, in dropped groups beside trained ones: how much dropping favours short ones. retried: those whose
+    prompt was sampled again."""
 
     def facts(groups):
         known = [g for g in groups if g.trajectories]
         return {
             "groups": len(groups),
+            "retried": sum(g.retried for g in groups),
             "tokens_mean": np.mean([g.tokens / g.trajectories for g in known]) if known else None,
             "reward_mean": np.average([g.reward_mean for g in known], weights=[g.samples for g in known]) if known else None,
         }
@@ -364,7 +378,7 @@ def series(data: RunData, steps: Table) -> dict[str, Any]:
         every = max(1, -(-len(table["time"]) // SERIES_POINTS))
         out["queue"] = {
             "seconds": (table["time"] - table["time"][0])[::every],
-            **{k: table[k][::every] for k in ("in_flight", "ready_groups", "blocked")},
+            **{k: table[k][::every] for k in ("in_flight", "ready_groups", "blocked", "waiting_age_mean", "waiting_age_max") if k in table},
         }
     return out
 

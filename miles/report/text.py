@@ -122,6 +122,12 @@ def _schedule(s: dict[str, Any]) -> list[str]:
         + (f"   trajectories by age {histogram}" if histogram else "")
         + (f"; oldest waiting {age['waiting_max']}" if age["waiting_max"] is not None else "")
     )
+    if age["waiting_mean_over_time"]["count"]:
+        waiting = ", ".join(f"{k}: {v}" for k, v in age["waiting_histogram"].items())
+        out.append(
+            f"staleness of waiting: mean {_spread(age['waiting_mean_over_time'], '.2f')}, oldest {_spread(age['waiting_max_over_time'], '.0f')}"
+            + (f"   groups now by age {waiting}" if waiting else "")
+        )
     out.append(
         f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap "
         f"{q['in_flight_cap']}"
@@ -136,7 +142,7 @@ def _schedule(s: dict[str, Any]) -> list[str]:
         base = s["dropped_detail"]["trained"]
         out.append(
             f"  length and reward, trained: {number(base['tokens_mean'], '.0f')} tokens, {number(base['reward_mean'], '.2f')}; "
-            + "; ".join(f"{k}: {v['tokens_mean']:.0f} tokens, {v['reward_mean']:.2f}" for k, v in detail.items())
+            + "; ".join(f"{k}: {v['tokens_mean']:.0f} tokens, {v['reward_mean']:.2f}" + (f", retried {v['retried']}" if v["retried"] else "") for k, v in detail.items())
         )
     return out
 

@@ -192,4 +192,4 @@ class Runs(RuleBasedStateMachine):
 
 
 TestRuns = Runs.TestCase
-TestRuns.settings = settings(max_examples=25, stateful_step_count=25, deadline=None)
+TestRuns.settings = settings(max_examples=15, stateful_step_count=20, deadline=None)

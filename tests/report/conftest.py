@@ -81,7 +81,7 @@ def run(empty):
             )
         ],
         weights=[weight_row(0, pull_s=60.0, total_s=62.0), weight_row(1, pull_s=0.7, total_s=1.6), weight_row(2, ok=False), weight_row(3)],
-        queue=[queue_row(0, 0, 0), queue_row(24, 1, 0), queue_row(20, 2, 0), queue_row(10, 8, 1), queue_row(24, 3, 0)],
+        queue=[queue_row(0, 0, 0), queue_row(24, 1, 0), queue_row(20, 2, 0, 0.5, 1), queue_row(10, 8, 1, 1.5, 3), queue_row(24, 3, 0, 1.0, 2)],
         engine=[{"rank": 0, "active": 8, "version": 1, "generated_tokens": 500, "restarts": r} for r in (0, 1, 1)],
     )
     write_log(

@@ -93,7 +93,7 @@ def weight_row(version, **changes):
     }
 
 
-def queue_row(in_flight, ready, blocked):
+def queue_row(in_flight, ready, blocked, age_mean=float("nan"), age_max=float("nan")):
     return {
         "in_flight": in_flight,
         "open_groups": 1,
@@ -102,6 +102,8 @@ def queue_row(in_flight, ready, blocked):
         "trained_groups": 0,
         "dropped_groups": 0,
         "blocked": blocked,
+        "waiting_age_mean": age_mean,
+        "waiting_age_max": age_max,
     }
 
 

@@ -65,6 +65,14 @@ def test_staleness_mean_is_over_trajectories_and_the_histogram_joins_journal_and
     assert (age["limit"], age["waiting_max"]) == (4, 3 - 1)
 
 
+def test_staleness_of_waiting_groups_now_and_over_the_seconds_in_which_some_waited(run):
+    age = report(run.path)["staleness"]
+    assert age["waiting_histogram"] == {"2": 1}
+    over = age["waiting_mean_over_time"], age["waiting_max_over_time"]
+    assert [(o["count"], o["mean"], o["max"]) for o in over] == [(3, 1.0, 1.5), (3, 2.0, 3.0)]
+    assert "staleness of waiting: mean" in render_text(report(run.path)) and "groups now by age 2: 1" in render_text(report(run.path))
+
+
 def test_cache_hits_are_capped_at_what_could_hit(run):
     s = report(run.path)
     # eight rows 30 of 30; one row 50 of 30, capped to 30; one row 0 of 30
@@ -110,7 +118,7 @@ def test_weight_updates_without_the_first_load_of_each_process(run):
 def test_dropped_by_reason_with_length_and_reward(run):
     s = report(run.path)
     assert s["dropped"] == {"stale": 1}
-    assert s["dropped_detail"]["stale"] == {"groups": 1, "tokens_mean": 150.0, "reward_mean": 0.0}
+    assert s["dropped_detail"]["stale"] == {"groups": 1, "retried": 0, "tokens_mean": 150.0, "reward_mean": 0.0}
     assert s["dropped_detail"]["trained"]["tokens_mean"] == 50.0
     assert s["trajectories"]["status"] == {"ok": 10, "retried:engine": 1}
     assert s["trajectories"]["finish"] == {"done": 10}
@@ -273,9 +281,9 @@ def test_the_text_is_one_page_and_says_the_main_figures(run):
 
 def test_the_html_is_self_contained_and_holds_every_chart(run):
     page = render_html(report(run.path))
-    for title in ("Reward", "Where the trainer", "Staleness", "Log-probability difference", "Queue", "Weight update", "Timeline"):
+    for title in ("Reward", "Where the trainer", "Staleness of trained", "Staleness of waiting", "Log-probability difference", "Queue", "Weight update", "Timeline"):
         assert f"<h2>{title}" in page
-    assert page.count("<svg") == 7
+    assert page.count("<svg") == 8
     assert "<script" not in page and "src=" not in page and "@import" not in page
 
 

@@ -29,5 +29,5 @@ def test_dump_logs_names_the_valid_tables(run):
 
 def test_plot_run_writes_a_file_per_chart(run, tmp_path):
     names = [line.rsplit("/", 1)[1] for line in tool("plot_run", run.path, tmp_path / "charts").stdout.splitlines()]
-    assert "reward.svg" in names and len(names) == 7
+    assert "reward.svg" in names and len(names) == 8
     assert (tmp_path / "charts" / "reward.svg").read_text().startswith("<svg")
