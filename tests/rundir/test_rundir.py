@@ -98,12 +98,15 @@ def test_a_journal_cut_anywhere_gives_the_records_before_the_cut(tmp_path_factor
     assert list(read_journal(path)) == expected
 
 
-def test_a_flipped_bit_ends_the_journal_there(tmp_path):
+def test_a_flipped_bit_in_the_last_line_ends_the_journal_there_and_before_whole_lines_is_an_error(tmp_path):
     good, bad = encode({"i": 1}), bytearray(encode({"i": 2}))
     bad[12] ^= 1
     assert decode(bytes(bad)) is None
-    (tmp_path / "j").write_bytes(good + bytes(bad) + good)
+    (tmp_path / "j").write_bytes(good + bytes(bad))
     assert list(read_journal(tmp_path / "j")) == [{"i": 1}]
+    (tmp_path / "j").write_bytes(good + bytes(bad) + good)
+    with pytest.raises(EnvironmentFault, match=f"byte {len(good)} does not match"):
+        list(read_journal(tmp_path / "j"))
 
 
 def test_a_reader_follows_what_is_appended(tmp_path):
