@@ -175,8 +175,9 @@ def python(config: MilesConfig, site: SiteConfig) -> str:
 def sandbox(config: MilesConfig, site: SiteConfig) -> str:
     from miles.env.sandbox import Sandbox
 
-    asyncio.run(Sandbox(config.tasks.sandbox).check())
-    return f"{config.tasks.sandbox} runs a command"
+    sandbox = Sandbox(site.sandbox if config.tasks.sandbox == "confined" else config.tasks.sandbox, site.sandbox_image, Path(site.scratch))
+    asyncio.run(sandbox.check())
+    return f"{sandbox.kind} runs a command" + "".join(f"; not bounded: {gap}" for gap in sandbox.backend.gaps)
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------------

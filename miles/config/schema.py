@@ -42,12 +42,14 @@ class TasksConfig(Section):
     kind: Literal["terminal"] = Field("terminal", description="Environment: `terminal` = shell tasks in a sandbox, tests give the reward.")
     path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
     system_prompt: str = Field("", description="First message of every session; empty: the environment's own.")
-    sandbox: Literal["bubblewrap", "unconfined-i-know"] = Field("bubblewrap", description="How commands of the model are confined. `unconfined-i-know` runs them as you, with all your rights.")
+    sandbox: Literal["confined", "unconfined-i-know"] = Field("confined", description="`confined`: commands of the model run under the launcher that the site profile names. `unconfined-i-know` runs them as you, with all your rights.")
     command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run.")
-    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees; the rest is cut with a mark.")
-    memory_mb: int = Field(512, ge=16, description="Address space of a command, MiB.")
-    processes: int = Field(64, ge=1, description="Processes a command may have.")
+    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees, half from its beginning and half from its end; a mark says how many are left out.")
+    memory_mb: int = Field(512, ge=16, description="Address space of one process, and resident memory of all processes of a trajectory together, MiB.")
+    processes: int = Field(64, ge=8, description="Processes and threads that a trajectory may have at once.")
     file_mb: int = Field(64, ge=1, description="Largest file a command may write, MiB.")
+    disk_mb: int = Field(256, ge=1, description="Size of /app, MiB, with at most 128 files for each MiB. It lives in memory: up to twice this per trajectory in flight, as far as it is used.")
+    cpu_s: float = Field(600.0, gt=0, description="CPU seconds of a trajectory's commands, all processes together.")
 
 
 class RolloutConfig(Section):
@@ -232,6 +234,8 @@ class SiteConfig(Section):
     setup: tuple[str, ...] = Field((), description="Shell lines run before anything else (module load, source venv).")
     python: str = Field(".venv/bin/python", description="Python interpreter, relative to the project or absolute.")
     srun_prefix: tuple[str, ...] = Field((), description="Words put before the command of every rank, e.g. a container launcher.")
+    sandbox: Literal["bubblewrap", "apptainer", "enroot"] = Field("bubblewrap", description="Launcher that confines commands of the model on rollout nodes. Only bubblewrap bounds disk use, and only it is tried.")
+    sandbox_image: str = Field("", description="Image of `apptainer` or `enroot`, with bash, coreutils and util-linux; bubblewrap shows the node's own /usr.")
     scratch: str = Field("/tmp", description="Node-local scratch folder.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every rank.")
     sbatch: tuple[str, ...] = Field((), description="Further #SBATCH options for every component, as they are.")

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from miles.buffer import write_part
-from miles.config import MilesConfig
+from miles.config import MilesConfig, load_site
 from miles.core import EnvironmentFault, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, lease_port
 from miles.engine.process import PORTS_PER_RANK
@@ -48,7 +48,7 @@ class Worker:
     def __init__(self, run: RunDir, rank: int, epoch: int, attempt: int, tasks: Mapping[str, Task], log: RunLog, report: Report):
         c: MilesConfig = run.config
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
-        self._limits = EpisodeLimits.from_config(c)
+        self._limits = EpisodeLimits.from_config(c, load_site(c.cluster.site))
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
