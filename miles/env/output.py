@@ -10,7 +10,7 @@ _ESCAPE = re.compile(  # ECMA-48: CSI sequences (colours, cursor), OSC strings (
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 # An interactive bash without a terminal says this whenever a child dies of a signal; it is about the shell's set-up, not about the command.
-_NO_TERMINAL = re.compile(r"^bash: \[\d+: \d+ \(\d+\)\] tcsetattr: Inappropriate ioctl for device\n", re.MULTILINE)
+_NO_TERMINAL = re.compile(r"bash: \[\d+: \d+ \(\d+\)\] tcsetattr: Inappropriate ioctl for device\n?")
 
 
 class Output:
@@ -29,7 +29,8 @@ class Output:
         room = self._head_chars - len(self._head)
         self._head += text[:room]
         if text[room:]:
-            self._tail = (self._tail + text[room:])[-self._tail_chars:]
+            tail = self._tail + text[room:]
+            self._tail = tail[len(tail) - self._tail_chars:] if len(tail) > self._tail_chars else tail
 
     @property
     def flooded(self) -> bool:
