@@ -26,6 +26,7 @@ import secrets
 import shlex
 import signal
 import time
+from collections.abc import Mapping
 
 from miles.env import processes
 from miles.env.backends import CONTROL
@@ -43,8 +44,8 @@ _ROUND_S = 0.05
 class Shell:
     """`async with Shell(...) as shell: result = await shell.run("cd src")`. One command at a time. On exit, no process of it is alive."""
 
-    def __init__(self, sandbox: Sandbox, workspace: Workspace, limits: CommandLimits):
-        self._sandbox, self._ws, self._limits = sandbox, workspace, limits
+    def __init__(self, sandbox: Sandbox, workspace: Workspace, limits: CommandLimits, env: Mapping[str, str] | None = None):
+        self._sandbox, self._ws, self._limits, self._env = sandbox, workspace, limits, dict(env or {})
         self._control = workspace.add("control", owned=False)
         self._inside = CONTROL if sandbox.kind != "unconfined-i-know" else workspace.local(self._control)
         self._running: Running | None = None
@@ -180,7 +181,7 @@ class Shell:
     async def _begin(self) -> None:
         self._running = await self._sandbox.start(
             _BASH, self._ws, self._limits, cpu_s=int(self._limits.cpu_s) + 1, stdin=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-            readonly={CONTROL: self._control} if self._inside == CONTROL else {}, used_s=self._used_s)
+            readonly={CONTROL: self._control} if self._inside == CONTROL else {}, used_s=self._used_s, env=self._env)
         nonce = secrets.token_hex(16)
         self._running.process.stdin.write(f"{_SETUP}\n".encode() + _report(nonce))
         try:

@@ -94,7 +94,7 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
     messages = first_messages(task, limits)
     env_s, turns, finish = 0.0, 0, "turns"
     with sandbox.workspace(task.start_files, limits.command) as workspace:
-        async with Shell(sandbox, workspace, limits.command) as shell:
+        async with Shell(sandbox, workspace, limits.command, task.env) as shell:
             while turns < limits.max_turns:
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
@@ -167,11 +167,11 @@ async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command:
     (logs / "verifier").mkdir()
     for p in (logs, logs / "verifier"):
         p.chmod(0o777)
-    limits = replace(command, wall_s=task.verifier_timeout_s)
+    limits, env = replace(command, wall_s=task.verifier_timeout_s), {**TESTS_ENV, **task.env, **task.verifier_env}
     if sandbox.kind == "unconfined-i-know":
-        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits, env=TESTS_ENV)
+        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits, env=env)
     else:
-        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs}, env=TESTS_ENV)
+        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs}, env=env)
     if result.stopped or result.exit_code not in (0, 1):
         what = f"was stopped by its {result.stopped} limit" if result.stopped else f"exited with {result.exit_code}"
         raise EnvironmentFault(f"task {task.name}: tests/test.sh {what}; output: {result.output[-300:]!r}", "exit 0 (solved) or 1 (not solved)",

@@ -1,7 +1,6 @@
 """What commands of a model must not be able to do, each tried for real. Attacks on the rewards are in test_reward_attacks.py."""
 
 import asyncio
-import ctypes
 import os
 import platform
 import signal
@@ -14,10 +13,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.env.boxes import QUICK, alive, run, wait_for
 
 import miles
 from miles.env import CommandLimits, Sandbox, Shell, Workspace, seccomp, sweep
+from tests.env.boxes import QUICK, alive, run, wait_for
 
 ROOT = Path(miles.__file__).parent.parent
 
@@ -353,7 +352,7 @@ def test_no_launcher_is_left_whenever_the_harness_is_killed_while_it_sets_a_sand
 def test_plain_workspaces_of_dead_owners_are_swept_with_their_processes_and_others_are_not(tmp_path):
     code = f"import os, subprocess, pathlib\nfrom miles.env import Workspace\nw = Workspace(disk_mb=None, scratch=pathlib.Path({str(tmp_path)!r}))\n" \
            "p = subprocess.Popen(['sh', '-c', 'sleep 300.625', str(w.root)], start_new_session=True, stdout=subprocess.DEVNULL)\nprint(p.pid, flush=True)\nos.kill(os.getpid(), 9)"
-    dead = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    dead = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert dead.returncode == -signal.SIGKILL
     for name in ("miles-env-1-1-1-x", "miles-env-old", "other"):  # another pid namespace's, an older version's, somebody else's
         (tmp_path / name).mkdir()
@@ -380,7 +379,6 @@ async def _shell_sees(command):
 
 
 def test_the_shell_of_an_episode_is_confined_like_a_single_command():
-    assert ctypes  # its calls are used inside the sandbox
     out = asyncio.run(_shell_sees("grep -E 'Cap(Prm|Eff|Bnd)|Seccomp:' /proc/$$/status; unshare -U true || echo refused; ls /root /work; cat /proc/net/dev | wc -l; touch /run/miles/x")).output
     assert out.count("0000000000000000") == 3 and "Seccomp:\t2" in out and "refused" in out and out.count("No such file") == 2 and "\n3\n" in out
     assert "Read-only" in out

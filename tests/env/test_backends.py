@@ -2,7 +2,15 @@
 
 import pytest
 
-from miles.env.backends import BACKENDS, Box, HostLayout, apptainer, bubblewrap, enroot, unconfined
+from miles.env.backends import (
+    BACKENDS,
+    Box,
+    HostLayout,
+    apptainer,
+    bubblewrap,
+    enroot,
+    unconfined,
+)
 from miles.env.limits import CommandLimits
 
 BOX = Box(app="/w/app", program=("bash", "-c", b"ls"), limits=CommandLimits(memory_mb=100, processes=9, file_mb=2), cpu_s=11, readonly={"/tests": "/w/tests"},

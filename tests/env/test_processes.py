@@ -5,7 +5,14 @@ import subprocess
 
 import pytest
 
-from miles.env.processes import CpuMeter, Process, below, memory_bytes, proportional_bytes, read
+from miles.env.processes import (
+    CpuMeter,
+    Process,
+    below,
+    memory_bytes,
+    proportional_bytes,
+    read,
+)
 
 
 def process(pid=1, cpu_s=0.0, reaped_s=0.0, running=False, started=5, rss=0):

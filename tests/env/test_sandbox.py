@@ -5,11 +5,11 @@ import os
 import shutil
 
 import pytest
-from tests.env.boxes import run
 
 from miles.core import ConfigError, EnvironmentFault
 from miles.env import CommandLimits, Sandbox, Shell, Workspace
 from miles.env import sandbox as sandbox_module
+from tests.env.boxes import run
 
 QUICK = CommandLimits(wall_s=5.0, output_chars=400, processes=32)
 

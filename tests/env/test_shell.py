@@ -204,7 +204,7 @@ def test_memory_that_a_job_takes_between_commands_ends_the_shell():
 
 def test_cpu_seconds_count_over_all_processes_and_shells_of_the_episode():
     limits = CommandLimits(wall_s=20, cpu_s=1.0)
-    first, second, third = play("(while :; do :; done) & (while :; do :; done) & wait", "exit", "while :; do :; done", limits=limits)
+    first, _, third = play("(while :; do :; done) & (while :; do :; done) & wait", "exit", "while :; do :; done", limits=limits)
     assert (first.stopped, first.seconds < 10) == ("cpu", True)
     assert third.stopped == "cpu" and third.seconds < 3
 

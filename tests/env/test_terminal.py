@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from tests.env.boxes import alive, wait_for
 
 from miles.config import load_config, load_site
 from miles.core import EnvironmentFault
 from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode
 from miles.env.terminal import parse_reply
+from tests.env.boxes import alive, wait_for
 
 LIMITS = EpisodeLimits(max_turns=4, deadline_s=30.0, command=CommandLimits(wall_s=2.0, output_chars=40))
 HELLO = '[ "$(cat out.txt)" = hello ] || exit 1'
@@ -95,6 +95,12 @@ def test_a_reply_is_a_command_or_the_word_done(content, parsed):
 )
 def test_the_model_is_shown_what_came_of_its_command(make_task, command, shown):
     assert play(make_task(), command, "DONE")[1][-1][-1] == {"role": "user", "content": shown}
+
+
+def test_variables_of_the_task_are_there_for_the_model_and_for_the_tests(make_task):
+    toml = "[environment]\nenv = { A = 'one' }\n[verifier]\nenv = { B = 'two' }"
+    episode, shown = play(make_task('[ "$A$B" = onetwo ] || exit 1', toml=toml), 'echo "$A$B"', "DONE")
+    assert (episode.reward, shown[-1][-1]["content"]) == (1.0, "one")
 
 
 def test_the_turn_limit_ends_an_episode_and_what_was_done_counts(make_task):
