@@ -5,8 +5,8 @@ What a command sees (bubblewrap, https://github.com/containers/bubblewrap; other
 network, no process of the host, no variable of the host's environment, no capability, no file descriptor beside 0, 1, 2.
 
 Limits and how they are kept:
-- wall clock: the tree is killed. The group of the launcher gets SIGKILL, its death kills process 1 of the pid namespace (--die-with-parent), and the
-  kernel kills everything else in it. When this process dies, the workspace's namespace dies with it (`miles.env.workspace`).
+- wall clock: the tree is killed: bwrap, process 1 of the pid namespace (also by --die-with-parent), and the kernel kills everything else in it. When this
+  process dies, the workspace's namespace dies with it (`miles.env.workspace`).
 - address space, file size, open files and CPU seconds of one process: rlimits, set inside by prlimit, just before the program.
 - memory and CPU seconds of all processes together: measured (`miles.env.processes`), killed when over.
 - processes: RLIMIT_NPROC, which counts by real user id and does not bind host user id 0 at all. As root, bwrap is therefore started under an
@@ -26,7 +26,7 @@ import platform
 import shutil
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -39,6 +39,7 @@ from miles.env.output import FLOOD_BYTES, Output
 from miles.env.workspace import Workspace
 
 __all__ = ["APP", "FLOOD_BYTES", "CommandLimits", "CommandResult", "Kind", "Running", "Sandbox", "Workspace", "unfit"]
+_LINGER_S = 2.0  # how long a launcher may take to follow its sandbox
 _MAX_COMMAND_BYTES = 100_000  # Linux takes 128 KiB in one argument
 _NOTHING: Mapping[str, Path] = MappingProxyType({})
 _NO_ENV: Mapping[str, str] = MappingProxyType({})
@@ -86,18 +87,34 @@ class Running:
         return self._code
 
     async def kill(self) -> None:
-        """Idempotent. Afterwards no process of the sandbox is alive."""
-        # The group holds the launcher alone (bwrap puts the program into a session of its own); its death takes the pid namespace along.
-        with contextlib.suppress(ProcessLookupError):  # it has ended by itself and left nothing
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """Idempotent. Afterwards no process of the sandbox is alive.
+
+        What the launcher started is killed before the launcher, which then ends by itself: it must reap its child, since a zombie whose parent is outside
+        the workspace's namespace holds up the end of that namespace until the machine's process 1 cares.
+        """
+        drained = asyncio.ensure_future(self._drain())
         try:
-            async with asyncio.timeout(10):
-                while await self.process.stdout.read(1 << 16):
-                    pass
-                await self.process.wait()
-        except TimeoutError as e:
-            raise EnvironmentFault(f"sandbox: processes of {self.process.pid} still hold its output 10 s after SIGKILL", "none alive",
-                                   "look for processes in uninterruptible sleep (file system), or set tasks.sandbox = 'confined'") from e
+            end = time.monotonic() + _LINGER_S
+            while not drained.done() and time.monotonic() < end:
+                started = processes.below(self.process.pid)
+                for p in started:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(p.pid, signal.SIGKILL)
+                await asyncio.wait({drained}, timeout=0.02)
+            with contextlib.suppress(ProcessLookupError):  # unconfined, the group outlives its leader; or there never was a child
+                os.killpg(self.process.pid, signal.SIGKILL)
+            await asyncio.wait({drained}, timeout=10)
+            if not drained.done():
+                raise EnvironmentFault(f"sandbox: processes of {self.process.pid} still hold its output 10 s after SIGKILL", "none alive",
+                                       "look for processes in uninterruptible sleep (file system), or set tasks.sandbox = 'confined'")
+        finally:
+            drained.cancel()
+            await asyncio.gather(drained, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        while await self.process.stdout.read(1 << 16):
+            pass
+        await self.process.wait()
 
     def close(self) -> None:
         if self._status_read is not None:
@@ -120,6 +137,20 @@ class Sandbox:
     def workspace(self, start_files: Path | None, limits: CommandLimits) -> Workspace:
         """A workspace as this kind of sandbox needs it."""
         return Workspace(start_files, disk_mb=limits.disk_mb if self.kind == "bubblewrap" else None, scratch=self._scratch)
+
+    @contextlib.asynccontextmanager
+    async def opened(self, start_files: Path | None, limits: CommandLimits) -> AsyncIterator[Workspace]:
+        """A workspace for the length of a block, made without holding up the loop (tens of milliseconds, and the time to copy the files)."""
+        making = asyncio.ensure_future(asyncio.to_thread(self.workspace, start_files, limits))
+        try:
+            workspace = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(lambda made: made.cancelled() or made.exception() or made.result().close())
+            raise
+        try:
+            yield workspace
+        finally:
+            workspace.close()
 
     async def check(self) -> None:
         """Run one harmless command. Raises EnvironmentFault when this machine cannot confine commands, with what to do."""

@@ -165,8 +165,7 @@ class Shell:
 
     async def _kill_when_over(self) -> None:
         await self._running.watched()
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._running.process.pid, signal.SIGKILL)
+        await self._running.kill()
 
     async def _stand_down(self) -> None:
         if self._guard is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -93,7 +94,7 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
     deadline = time.monotonic() + min(limits.deadline_s, task.agent_timeout_s or math.inf)
     messages = first_messages(task, limits)
     env_s, turns, finish = 0.0, 0, "turns"
-    with sandbox.workspace(task.start_files, limits.command) as workspace:
+    async with sandbox.opened(task.start_files, limits.command) as workspace:
         async with Shell(sandbox, workspace, limits.command, task.env) as shell:
             while turns < limits.max_turns:
                 try:
@@ -157,16 +158,15 @@ _WHY = {"time": "over {0.wall_s:g} s", "output": "too much output", "memory": "o
 async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command: CommandLimits) -> tuple[float, float]:
     """(reward, seconds) of tests/test.sh, in a fresh sandbox: no process of the model is alive, the tests are mounted read-only only now.
 
-    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (bubblewrap only). Everything else is a fault of
+    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (not unconfined). Everything else is a fault of
     the task or the machine, raised as EnvironmentFault. A test that runs what the model wrote must bound it itself (`timeout 5 ./prog`).
     """
     workspace.make_room()
-    await asyncio.to_thread(workspace.drop_traps)
+    await asyncio.to_thread(workspace.drop_traps)  # as many files as a model can make
     tests = workspace.add("tests", task.tests, owned=False)
-    logs = workspace.add("logs")
+    logs = workspace.add("logs", owned=False)
     (logs / "verifier").mkdir()
-    for p in (logs, logs / "verifier"):
-        p.chmod(0o777)
+    os.chown(logs / "verifier", workspace.uid, workspace.gid)
     limits, env = replace(command, wall_s=task.verifier_timeout_s), {**TESTS_ENV, **task.env, **task.verifier_env}
     if sandbox.kind == "unconfined-i-know":
         result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits, env=env)
@@ -176,13 +176,15 @@ async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command:
         what = f"was stopped by its {result.stopped} limit" if result.stopped else f"exited with {result.exit_code}"
         raise EnvironmentFault(f"task {task.name}: tests/test.sh {what}; output: {result.output[-300:]!r}", "exit 0 (solved) or 1 (not solved)",
                                "correct the test, or raise [verifier] timeout_sec in its task.toml")
-    return _written_reward(task, logs / "verifier" / "reward.txt", float(result.exit_code == 0)), result.seconds
+    return _written_reward(task, logs / "verifier", float(result.exit_code == 0)), result.seconds
 
 
-def _written_reward(task: Task, path, otherwise: float) -> float:
-    if path.is_symlink() or not path.is_file():
+def _written_reward(task: Task, folder: Path, otherwise: float) -> float:
+    """What a test that also ran programs of the model may have made of `folder` is not followed: links and pipes are no reward file."""
+    if (folder / "reward.txt").is_symlink() or not (folder / "reward.txt").is_file():
         return otherwise
-    text = path.read_bytes()[:64].decode("utf-8", "replace").strip()
+    with open(os.open(folder / "reward.txt", os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+        text = f.read(64).decode("utf-8", "replace").strip()
     try:
         reward = float(text)
     except ValueError:

@@ -109,7 +109,9 @@ class Workspace:
         if self._holder is None:
             return
         size = f"remount,size={self.disk_mb * 1126}k,nr_inodes={self.disk_mb * INODES_PER_MB * 11 // 10}"
-        subprocess.run([*self.enter, "mount", "-o", size, f"{_BASE}/app"], check=True, capture_output=True, cwd="/")
+        done = subprocess.run([*self.enter, "mount", "-o", size, f"{_BASE}/app"], check=False, capture_output=True, text=True, cwd="/")
+        if done.returncode:
+            raise EnvironmentFault(f"sandbox: no room for tests: {done.stderr.strip()!r}", "the namespace of the workspace to be there", "start the episode again")
 
     def drop_traps(self) -> None:
         """Remove from app/ whatever could make a test read or wait for something else than the model's own files.
