@@ -22,8 +22,9 @@ from miles.config import MilesConfig
 from miles.core import EnvironmentFault, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, lease_port
 from miles.engine.process import PORTS_PER_RANK
-from miles.env import EpisodeLimits, Task, run_episode
+from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
+from miles.rollout.endpoint import Endpoint
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
 from miles.session import (
@@ -49,12 +50,14 @@ class Worker:
         c: MilesConfig = run.config
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
         self._limits = EpisodeLimits.from_config(c)
+        self._harness = Harness.from_config(c) if c.tasks.kind == "harness" else None
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
         self._dropped, self._kept_dropped = run.attempt_dir(attempt) / "dropped", 0
         self._replay = load_replay(c.rollout.replay)
         self._service: SessionService | None = None
+        self._server: SessionServer | None = None
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
         self._logged = 0.0
@@ -109,14 +112,14 @@ class Worker:
             lease = lease_port(c.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
             try:
                 publish_bytes(self._url_file, (await server.start(lease.port) + "\n").encode())
-                self._service = service
+                self._service, self._server = service, server
                 while self._process.alive and not self._stopping.is_set():
                     self._report({"kind": "up", "version": weights.version})
                     await self._wait_look()
                     await weights.follow()
                     self._log_engine(client, number)
             finally:
-                self._service = None
+                self._service = self._server = None
                 await server.stop()
                 lease.release()
         finally:
@@ -148,10 +151,13 @@ class Worker:
     async def _play(self, group: int, sample: int, task: Task) -> Trajectory:
         if self._service is None:
             raise EnvironmentFault(f"rank {self._rank} has no engine now", "a living engine", "nothing: the sample is assigned again")
-        service = self._service
+        service, server = self._service, self._server
         session = service.open(f"g{group:08d}s{sample:03d}")
         try:
-            episode = await run_episode(task, session.chat, self._limits)
+            if self._harness:
+                episode = await run_harness(task, Endpoint(server, session, self._harness.max_turns), self._harness)
+            else:
+                episode = await run_episode(task, session.chat, self._limits)
             return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
                                       meta={"rank": self._rank, "env_s": episode.env_s})
         except StructureError as e:
