@@ -76,6 +76,7 @@ class RolloutConfig(Section):
     turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
     replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
+    max_sessions: int = Field(1024, ge=1, description="Sessions open at once over HTTP on one rollout rank; one more is answered with status 429.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
 
@@ -224,7 +225,9 @@ class MilesConfig(Section):
 
     @model_validator(mode="after")
     def _across_sections(self):
-        from miles.config.rules import problems  # rules are listed in one place; imported late because they read this class
+        from miles.config.rules import (
+            problems,  # rules are listed in one place; imported late because they read this class
+        )
 
         found = problems(self)
         if found:

@@ -48,14 +48,22 @@ class Leader:
         self._writer = BufferWriter(run, epoch)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
+        self._urls: dict[int, str] = {}  # rank -> its living engine
+        self._told: dict[int, dict[str, Any]] = {}
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
         """One message of a worker (the leader's own worker included)."""
         match message["kind"]:
             case "up":
                 self._scheduler.engine_up(rank, message["version"])
+                for group, sample, engine in message["moved"]:
+                    self._scheduler.moved(group, sample, engine)
+                self._urls[rank] = message["url"]
+                self._tell_engines()
             case "down":
                 self._scheduler.engine_down(rank)
+                self._urls.pop(rank, None)
+                self._tell_engines()
             case "finished":
                 self._scheduler.finished(message["group"], message["sample"], message["cause"])
 
@@ -76,6 +84,13 @@ class Leader:
         if newest is not None:
             self._scheduler.version_published(newest)
         self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
+
+    def _tell_engines(self) -> None:
+        """Every rank must know where its sessions can go when its own engine dies."""
+        table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()}
+        if table != self._told and self._world.size > 1:
+            self._told = table
+            self._world.post_all({"kind": "engines", "table": table})
 
     async def _carry_out(self, action) -> None:
         match action:

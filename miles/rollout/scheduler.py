@@ -12,7 +12,7 @@ decision of the rollout side is here:
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -108,8 +108,13 @@ class Scheduler:
         self._newest_version = max(self._newest_version, version)
 
     def engine_down(self, rank: int) -> None:
-        """No new work for this rank. Its running samples report their own failure."""
+        """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
+
+    def moved(self, group_id: int, sample: int, rank: int) -> None:
+        """A running sample, whose own engine died, is served by that of `rank` now."""
+        if (group_id, sample) in self._running:
+            self._running[group_id, sample] = rank
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
@@ -193,11 +198,7 @@ class Scheduler:
         return min(stale, key=lambda g: g.group_id, default=None)
 
     def _least_active(self) -> int:
-        load = {rank: 0 for rank in self._engines}
-        for rank in self._running.values():
-            if rank in load:
-                load[rank] += 1
-        return min(load, key=lambda r: (load[r], r))
+        return min((active, rank) for rank, (_, active) in self.engines().items())[1]
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -205,6 +206,11 @@ class Scheduler:
         order = list(self._tasks)
         random.Random(f"{self.rules.seed}/{epoch}").shuffle(order)
         return order[index]
+
+    def engines(self) -> dict[int, tuple[int, int]]:
+        """Living rank -> (version its engine serves, trajectories on it)."""
+        active = Counter(self._running.values())
+        return {rank: (version, active[rank]) for rank, version in self._engines.items()}
 
     # -- figures -------------------------------------------------------------------------------------------------------------
     @property

@@ -3,6 +3,7 @@
 Must not talk to the trainer.
 """
 
+from miles.session.affinity import Engine, Engines
 from miles.session.assemble import (
     Assembled,
     assemble,
@@ -20,11 +21,13 @@ from miles.session.service import (
     SessionBusy,
     SessionLimits,
     SessionService,
+    TooManySessions,
 )
+from miles.session.store import SessionStore
 from miles.session.tokenize import ChatTokenizer
 from miles.session.verify import verify
 
 __all__ = [
-    "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "History", "Session", "SessionBusy", "SessionLimits", "SessionServer", "SessionService",
-    "assemble", "assemble_leaves", "is_exact", "load_replay", "read_turns", "reproducer", "to_trajectory", "verify",
+    "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "Engine", "Engines", "History", "Session", "SessionBusy", "SessionLimits", "SessionServer", "SessionService", "SessionStore",
+    "TooManySessions",    "assemble", "assemble_leaves", "is_exact", "load_replay", "read_turns", "reproducer", "to_trajectory", "verify",
 ]

@@ -79,8 +79,9 @@ class ChatTokenizer:
             raise StructureError(f"what follows the reply, {text[:40]!r}, begins with token {ids[:1]}", f"the stop token {opening!r} by itself",
                                  "a special token as stop token; run tools/verify_template on the model's folder", cause="tokenization:merge")
         # The sampled stop token stands for the one the template writes, unless this rule's stop token opens a message and the model opened
-        # another kind than the one that came.
-        new = ids[1:] if ids[0] == last_id or not self.boundary.opens_next else ids
+        # another kind than the one that came. A turn that a stop text ended has none: the template's is given to it.
+        sampled_stop = last_id in self.stop_ids and (ids[0] == last_id or not self.boundary.opens_next)
+        new = ids[1:] if sampled_stop else ids
         if not new:  # e.g. DeepSeek's empty system message, which has no header
             raise StructureError(f"the chat template writes nothing for {messages!r:.160}", "messages that the model sees", cause="request:template")
         return new
@@ -91,6 +92,10 @@ class ChatTokenizer:
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
         return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def text_of(self, token: int) -> str:
+        """One token as text."""
+        return self._tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def split_reasoning(self, text: str) -> tuple[str | None, str]:
         """(reasoning, content) of what the model said. Reasoning that was never closed is all there is; None where the family has none."""

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from miles.session import ChatTokenizer, SessionLimits, SessionService
+from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
 
 pytestmark = pytest.mark.engine
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def service(engine):
-    return SessionService(engine.client, ChatTokenizer.from_folder(engine.folder), SessionLimits(1500, 40, 60.0, 1.0))
+    return SessionService(Engines.of(engine.client), ChatTokenizer.from_folder(engine.folder), SessionLimits(1500, 40, 60.0, 1.0))
 
 
 async def play(session, turns):

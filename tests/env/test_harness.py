@@ -5,7 +5,6 @@ import contextlib
 import json
 import subprocess
 import time
-from dataclasses import replace
 
 import pytest
 from aiohttp import web

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from miles.core import EnvironmentFault, Turn
-from miles.session import SessionLimits, SessionService
+from miles.session import Engines, SessionLimits, SessionService
 
 
 class FakeEngine:
@@ -35,7 +35,7 @@ class FakeEngine:
 def open_session(chat, *, replay=None, **limits):
     """(engine, session, ask); `ask(messages, output ids, ...)` answers one request with these tokens."""
     engine = FakeEngine(chat.stop_ids)
-    service = SessionService(engine, chat, SessionLimits(**{"max_session_tokens": 100_000, "max_turn_tokens": 1000, "turn_deadline_s": 5.0, "temperature": 1.0,
+    service = SessionService(Engines.of(engine), chat, SessionLimits(**{"max_session_tokens": 100_000, "max_turn_tokens": 1000, "turn_deadline_s": 5.0, "temperature": 1.0,
                                                             **limits}), **({"replay": replay} if replay else {}))
     session = service.open("key")
 

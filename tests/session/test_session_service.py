@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import KeyRequired
-from miles.session import SessionBusy
+from miles.session import Engine, SessionBusy
 from tests.session.conftest import make_world, user
 
 
@@ -182,8 +182,8 @@ def test_no_session_without_a_key_and_none_before_the_weights_are_known(world):
     async def scenario(w):
         with pytest.raises(KeyRequired):
             w.service.open("")
-        w.client.moved_to(w.client.url)
-        with pytest.raises(EnvironmentFault, match="no known weight version"):
+        w.client.version = -1
+        with pytest.raises(EnvironmentFault, match="no engine serves a known weight version"):
             w.service.open("k")
 
     world(scenario)
@@ -194,20 +194,22 @@ def test_a_restarted_engine_has_nothing_cached_for_the_session(world):
         session = w.service.open("k")
         messages = await converse(session, 1)
         before = session.cacheable_tokens
-        session._computed_at = "http://an-engine-that-died"
+        w.service.engines.up(Engine(0, w.client))  # another incarnation
         await session.chat(messages)
-        assert session.cacheable_tokens == before
+        assert session.cacheable_tokens == before and session.moves == 1
 
     world(scenario)
 
 
 def test_dp_ranks_fill_evenly(world):
     async def scenario(w):
-        w.service._dp_ranks = 3
+        w.service.engines.up(Engine(0, w.client, dp_ranks=3))
         sessions = [w.service.open("k") for _ in range(4)]
-        assert [s.dp_rank for s in sessions] == [0, 1, 2, 0]
+        assert [s.place.dp_rank for s in sessions] == [0, 1, 2, 0]
         w.service.close(sessions[1])
-        assert w.service.open("k").dp_rank == 1
+        assert w.service.open("k").place.dp_rank == 1
+        await sessions[2].chat([user("hello")])
+        assert w.stub.requests[-1]["routed_dp_rank"] == 2
 
     world(scenario)
 
