@@ -37,13 +37,15 @@ class ModelConfig(Section):
 
 
 class HarnessConfig(Section):
-    """A program of somebody else that plays the tasks (`tasks.kind = "harness"`); docs/harnesses.md. In `command` and in the values of `env`, these are
-    replaced: `{url}` (base URL of the trajectory's own OpenAI endpoint, ends in /v1), `{model}`, `{instruction}`, `{instruction_file}`, `{workspace}`,
-    `{max_turns}`."""
+    """An agent program that plays the tasks in place of the built-in loop (`tasks.kind = "harness"`, docs/harnesses.md).
+
+    In `command` and in the values of `env` these are replaced: `{url}` (base URL of the episode's own OpenAI endpoint, ends in /v1), `{model}`, `{instruction}`,
+    `{instruction_file}`, `{workspace}`, `{max_turns}`.
+    """
 
     command: tuple[str, ...] = Field(min_length=1, description="Program and arguments, run inside the sandbox in the task's working directory. Exit code 0: it is done.")
     mounts: dict[str, str] = Field(default_factory=dict, description="What it needs, mounted read-only: absolute path inside the sandbox -> folder or file of this machine.")
-    env: dict[str, str] = Field(default_factory=dict, description="Its environment variables, besides PATH, HOME, OPENAI_BASE_URL, OPENAI_API_BASE and a placeholder as OPENAI_API_KEY.")
+    env: dict[str, str] = Field(default_factory=dict, description="Its environment variables, besides or in place of PATH, HOME, LANG, OPENAI_BASE_URL, OPENAI_API_BASE and a placeholder as OPENAI_API_KEY.")
     port: int = Field(8000, ge=1024, le=65535, description="Port of the endpoint inside the sandbox, on 127.0.0.1; every sandbox has its own.")
 
 

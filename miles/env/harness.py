@@ -1,4 +1,4 @@
-"""Episodes played by a program of somebody else: any agent that speaks OpenAI's chat completions, unchanged.
+"""Episodes played by an agent program: any that speaks OpenAI's chat completions, unchanged.
 
     workspace ── sandbox, no network ─────────────────────────────────────────┐
     │ harness and the commands it runs ── 127.0.0.1:PORT ── relay ── socket ──┼── one session, served by the host ── engine
@@ -27,6 +27,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import time
 from collections.abc import Mapping
@@ -80,7 +81,7 @@ class Harness:
     port: int = 8000
     max_turns: int = 8
     deadline_s: float = 3600.0  # wall clock, seconds; the tests have their own
-    command_limits: CommandLimits = CommandLimits()  # of the tests; memory, processes and file size also of the harness
+    command_limits: CommandLimits = field(default_factory=CommandLimits)  # of the tests; memory, processes and file size also of the harness
 
     @classmethod
     def from_config(cls, config: MilesConfig) -> Harness:
@@ -89,6 +90,19 @@ class Harness:
         limits = CommandLimits(wall_s=t.command_timeout_s, output_chars=t.output_limit, memory_mb=t.memory_mb, processes=t.processes, file_mb=t.file_mb)
         return cls(t.harness.command, {inside: _mountable(inside, Path(host)) for inside, host in t.harness.mounts.items()}, dict(t.harness.env),
                    t.harness.port, r.max_turns, r.deadline_s, limits)
+
+    async def check(self) -> str:
+        """The program as the sandbox finds it. Raises EnvironmentFault when it, or a Python for the relay, is not there."""
+        path = {**_ENV, **self.env}["PATH"]
+        look = f"python3 -I -c 'import sys; sys.exit(sys.version_info < (3, 8))' || exit 3; PATH={shlex.quote(path)}; command -v -- {shlex.quote(self.command[0])} || exit 4"
+        with Workspace() as workspace:
+            result = await shared_sandbox("bubblewrap").run(look, workspace, self.command_limits, readonly=self.mounts)
+        if result.exit_code == 4:
+            raise EnvironmentFault(f"tasks.harness: the sandbox has no {self.command[0]}", "a program under /usr or in tasks.harness.mounts",
+                                   "mount it; links have to lead to places that the sandbox shows")
+        if result.exit_code:
+            raise EnvironmentFault(f"tasks.harness: no python3 of 3.8 or newer in the sandbox: {result.output[-300:]!r}", "one in /usr/bin, for the relay", "install python3")
+        return result.output.strip()
 
 
 async def run_harness(task: Task, model: Model, harness: Harness) -> Episode:

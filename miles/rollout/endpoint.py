@@ -18,6 +18,7 @@ class Endpoint:
     def __init__(self, server: SessionServer, session: Session, max_turns: int):
         self.asked = Asked()
         self._server, self._session, self._max_turns = server, session, max_turns
+        self._refused = 0  # number of the last refused request
 
     @contextlib.asynccontextmanager
     async def serve(self, socket: Path) -> AsyncIterator[Asked]:
@@ -36,14 +37,12 @@ class Endpoint:
             asked.stop.set()
             raise StructureError(f"this conversation has had its {self._max_turns} turns", f"at most rollout.max_turns = {self._max_turns} replies",
                                  "end: nothing more is answered", cause="request:turns")
-        began = time.monotonic()
+        number, began = asked.requests, time.monotonic()
         try:
             reply = await self._session.chat(*args, **kwargs)
-        except StructureError as e:
-            asked.refused = e
-            raise
-        except SessionBusy as e:
-            asked.refused = StructureError(str(e), "one request at a time", "use an agent that waits for its replies", cause="session:busy")
+        except (StructureError, SessionBusy) as e:
+            busy = StructureError("the agent asked again before it was answered", "one request at a time", "set it up to wait", cause="session:busy")
+            self._refused, asked.refused = number, e if isinstance(e, StructureError) else busy
             raise
         except EnvironmentFault as e:
             asked.fault = e
@@ -52,5 +51,7 @@ class Endpoint:
         finally:
             asked.waited_s += time.monotonic() - began
         asked.replies += 1
-        asked.last, asked.refused = reply.finish_reason, None
+        asked.last = reply.finish_reason
+        if number > self._refused:
+            asked.refused = None
         return reply

@@ -48,6 +48,7 @@ from miles.session.service import (
 log = logging.getLogger(__name__)
 
 MAX_BODY = 64 << 20  # bytes
+MAX_CONNECTIONS = 32  # at once to one session on its own socket
 RETRY_AFTER_S = 5
 
 
@@ -90,10 +91,14 @@ class SessionServer:
         app = web.Application(middlewares=[_errors], client_max_size=MAX_BODY)
         app.add_routes([web.post("/v1/chat/completions", chat), web.get("/v1/models", _models)])
         runner = await _run(app)
+        # Who is inside may be hostile: connections without end would use up the file descriptors of this whole process.
+        listening = await asyncio.get_running_loop().create_unix_server(
+            lambda: runner.server() if len(runner.server.connections) < MAX_CONNECTIONS else _Refused(), socket,
+            backlog=8)  # also how many are accepted before they are counted
         try:
-            await web.UnixSite(runner, socket).start()
             yield
         finally:
+            listening.close()
             await runner.cleanup()
 
     # -- handlers ------------------------------------------------------------------------------------------------------------
@@ -187,6 +192,11 @@ class SessionServer:
 
 class _NotFound(MilesError):
     pass
+
+
+class _Refused(asyncio.Protocol):
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport.abort()
 
 
 async def _run(app: web.Application) -> web.AppRunner:

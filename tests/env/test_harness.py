@@ -395,6 +395,16 @@ def test_a_folder_that_the_sandbox_cannot_enter_is_refused_as_root(tmp_path, mon
         Harness.from_config(load(*TOML, f"tasks.harness.mounts={{'/opt/x' = '{tmp_path}/closed/agent'}}"))
 
 
+def test_the_program_is_looked_for_where_it_will_run(tmp_path):
+    assert asyncio.run(command("python3", "agent.py").check()) == "/usr/bin/python3"
+    with Workspace() as ws:
+        (ws.app / "agent").write_text("#!/bin/sh\n")
+        (ws.app / "agent").chmod(0o755)
+        assert asyncio.run(command("agent", mounts={"/opt/x": ws.app}, env={"PATH": "/opt/x:/usr/bin"}).check()) == "/opt/x/agent"
+    with pytest.raises(EnvironmentFault, match="the sandbox has no /opt/x/agent"):
+        asyncio.run(command("/opt/x/agent").check())
+
+
 def test_only_known_names_are_replaced_and_only_once():
     assert fill("{a}{b} {{a}} ${a} {A}", {"a": "{b}", "b": "2"}) == "{b}2 {{b}} ${a} {A}"
 
