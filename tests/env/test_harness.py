@@ -98,8 +98,15 @@ def agent_task(make_task):
     return lambda agent=LOOP, test=HELLO, **kw: make_task(test, files={"agent.py": agent}, **kw)
 
 
-def command(*argv, **options):
-    return harness(*argv, **options)
+def processes():
+    return subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+
+
+def wait_for(condition, seconds=20):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "did not happen in time"
+        time.sleep(0.05)
 
 
 # ---- endings ----
@@ -155,7 +162,7 @@ def test_the_deadline_ends_the_agent_with_all_its_processes(agent_task):
     episode, _ = play(agent_task(), "setsid sleep 300.375 & sleep 300.375", deadline_s=2.0)
     assert (episode.finish, episode.turns, episode.reward) == ("deadline", 1, 0.0)
     assert time.monotonic() - started < 15
-    assert "sleep 300.375" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 300.375" not in processes()
 
 
 def test_the_deadline_also_ends_an_agent_that_waits_for_its_reply(agent_task):
@@ -201,13 +208,13 @@ def test_what_an_ending_is_called(asked, result, finish):
 )
 def test_a_harness_that_never_asks_the_model_is_a_fault_and_never_a_reward(make_task, argv, message):
     with pytest.raises(EnvironmentFault, match=message):
-        asyncio.run(run_harness(make_task("exit 0"), Scripted(), command(*argv, deadline_s=2.0)))
+        asyncio.run(run_harness(make_task("exit 0"), Scripted(), harness(*argv, deadline_s=2.0)))
 
 
 def test_the_end_of_what_a_harness_said_is_in_the_fault(make_task):
     talk = "python3 -c 'print(\"x\" * 100000)'; echo the reason; exit 1"
     with pytest.raises(EnvironmentFault, match=r"x\\nthe reason'"):
-        asyncio.run(run_harness(make_task(), Scripted(), command("bash", "-c", talk)))
+        asyncio.run(run_harness(make_task(), Scripted(), harness("bash", "-c", talk)))
 
 
 def test_a_failed_engine_ends_the_episode_at_once_as_a_fault(agent_task):
@@ -233,16 +240,13 @@ def test_an_agent_that_mends_a_refused_request_goes_on(agent_task):
 def test_an_episode_can_be_cancelled_and_leaves_nothing(agent_task, tmp_path):
     async def cancelled():
         running = asyncio.ensure_future(run_harness(agent_task(), Scripted("sleep 300.625"), harness()))
-        for _ in range(200):
-            await asyncio.sleep(0.05)
-            if "sleep 300.625" in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
-                break
+        await asyncio.to_thread(wait_for, lambda: "sleep 300.625" in processes())
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(cancelled())
-    assert "sleep 300.625" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
+    assert "sleep 300.625" not in processes()
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_a_fault(agent_task, tmp_path, monkeypatch):
@@ -270,7 +274,7 @@ def test_the_command_and_its_variables_are_filled_in(make_task):
     with pytest.MonkeyPatch.context() as m:
         m.setattr(Workspace, "drop_traps", look)
         argv = ("python3", "agent.py", "{url}", "{instruction}", "{instruction_file}", "{model}", "{workspace}", "{max_turns}", '{"a": {x}} ${url}')
-        asyncio.run(run_harness(task, Scripted("ok"), command(*argv, env={"WHERE": "at {url}"}, port=8123)))
+        asyncio.run(run_harness(task, Scripted("ok"), harness(*argv, env={"WHERE": "at {url}"}, port=8123)))
     url = "http://127.0.0.1:8123/v1"
     assert seen["job"][0] == [url, "Say {url} and $HOME.", "/miles/instruction.md", "miles", "/app", "4", '{"a": {x}} ${url}']
     assert seen["file"] == "Say {url} and $HOME.\n"
@@ -283,7 +287,7 @@ def test_what_the_harness_needs_is_mounted_read_only(make_task, tmp_path):
     with Workspace() as ws:  # a folder that the unprivileged id can reach
         (ws.app / "agent.py").write_text(LOOP)
         episode = asyncio.run(run_harness(make_task(HELLO), Scripted("cp /opt/agent/agent.py /opt/agent/x; [ -e /opt/agent/x ] || echo hello > out.txt", "DONE"),
-                                          command("python3", "/opt/agent/agent.py", "{url}", mounts={"/opt/agent": ws.app})))
+                                          harness("python3", "/opt/agent/agent.py", "{url}", mounts={"/opt/agent": ws.app})))
     assert (episode.reward, episode.finish) == (1.0, "done")
 
 
@@ -396,13 +400,13 @@ def test_a_folder_that_the_sandbox_cannot_enter_is_refused_as_root(tmp_path, mon
 
 
 def test_the_program_is_looked_for_where_it_will_run(tmp_path):
-    assert asyncio.run(command("python3", "agent.py").check()) == "/usr/bin/python3"
+    assert asyncio.run(harness("python3", "agent.py").check()) == "/usr/bin/python3"
     with Workspace() as ws:
         (ws.app / "agent").write_text("#!/bin/sh\n")
         (ws.app / "agent").chmod(0o755)
-        assert asyncio.run(command("agent", mounts={"/opt/x": ws.app}, env={"PATH": "/opt/x:/usr/bin"}).check()) == "/opt/x/agent"
+        assert asyncio.run(harness("agent", mounts={"/opt/x": ws.app}, env={"PATH": "/opt/x:/usr/bin"}).check()) == "/opt/x/agent"
     with pytest.raises(EnvironmentFault, match="the sandbox has no /opt/x/agent"):
-        asyncio.run(command("/opt/x/agent").check())
+        asyncio.run(harness("/opt/x/agent").check())
 
 
 def test_only_known_names_are_replaced_and_only_once():

@@ -112,6 +112,13 @@ def test_connections_without_end_are_closed_and_the_conversation_goes_on(play):
     assert (played.episode.finish, played.episode.reward) == ("done", 1.0)
 
 
+def test_a_body_that_no_session_could_hold_is_refused_unread(play):
+    agent = AGENT + ("try:\n    ask([{'role': 'user', 'content': 'x' * (7 << 20)}])\nexcept urllib.error.HTTPError as e:\n    open('told.txt', 'w').write(str(e.code))\n"
+                     "ask(messages)\n")
+    played = play(agent, ["ok"], test='[ "$(cat told.txt)" = 413 ] || exit 1')  # the session has room for 100,000 tokens
+    assert (played.episode.finish, played.episode.reward) == ("done", 1.0)
+
+
 def test_a_request_that_the_server_refuses_outright_is_in_the_fault(play):
     agent = AGENT.replace('"messages": messages}', '"messages": messages, "temperature": 0.125}') + (
         "try:\n    ask(messages)\nexcept urllib.error.HTTPError as e:\n    sys.exit(e.read().decode())\n")
