@@ -44,12 +44,13 @@ IGNORED = frozenset({"user", "metadata", "store", "parallel_tool_calls", "servic
 
 
 def read_request(body: dict[str, Any], temperature: float) -> ChatRequest:
-    """Raises BadRequest for a field that is not listed above, or whose value cannot be had here."""
+    """Raises BadRequest for a field that is not listed above, or whose value cannot be had here. A field that is null counts as left out."""
+    body = {name: value for name, value in body.items() if value is not None}
     known = READ | FIXED.keys() | IGNORED | {"temperature"}
     if unknown := sorted(body.keys() - known):
         raise BadRequest(f"unknown field {unknown[0]!r}; known: {', '.join(sorted(known))}", unknown[0])
     for name, value in {**FIXED, "temperature": temperature}.items():
-        if body.get(name) is not None and body[name] != value:
+        if name in body and body[name] != value:
             raise BadRequest(f"{name} = {body[name]!r}: this run samples with {value}; send that or leave it out", name)
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):

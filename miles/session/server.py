@@ -202,7 +202,7 @@ class _Refused(asyncio.Protocol):
 
 async def _run(app: web.Application) -> web.AppRunner:
     # A client that hangs up cancels its handler, which aborts the request in the engine.
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, read_bufsize=1 << 20)
     await runner.setup()
     return runner
 
@@ -233,8 +233,8 @@ def describe_error(e: MilesError) -> tuple[int, dict[str, Any]]:
             return 429, _error("rate_limit_error", "too_many_sessions", str(e))
         case StructureError() if e.cause == "history:message" or e.cause.startswith("request:"):
             return 400, _error("invalid_request_error", e.cause, str(e), "messages")
-        case StructureError():
-            return 409, _error("conflict_error", e.cause, str(e), "messages")
+        case StructureError():  # 422, because OpenAI's clients send what was answered with 409 again, and this can never be right
+            return 422, _error("invalid_request_error", e.cause, str(e), "messages")
         case EnvironmentFault():
             log.warning("session request failed: %s", e)
             return 503, _error("server_error", "engine_unavailable", str(e))

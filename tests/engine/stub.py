@@ -42,7 +42,7 @@ class StubEngine:
             web.post("/pause_generation", self._ok), web.post("/continue_generation", self._ok), web.get("/health", self._ok),
             web.post("/update_weight_version", self._set_version),
         ])
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)  # it dies, it does not end
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from miles.engine import Sampling
 from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
 
@@ -72,3 +73,53 @@ def test_sessions_around_an_update(engine, service, eager_stop, weights):  # noq
     assert set(finish(across).versions.tolist()) == {-1, 7, 8} and set(finish(after).versions.tolist()) == {-1, 8}
     # the same first prompt: a namespace per version, so no prefix of the old weights serves a session of the new ones
     assert after.turns[0].cached_tokens == 0 or after.retries > 0
+
+
+def test_streamed_tokens_are_those_of_the_record(engine, service):
+    async def scenario():
+        seen = []
+        turn = await engine.client.generate("streamed", service.chat_tokenizer.first([{"role": "user", "content": "list the files"}]),
+                                            Sampling(40, ignore_eos=True), routing_key="k", on_tokens=lambda ids: seen.append(list(ids)))
+        return seen, turn
+
+    seen, turn = engine.run(scenario())
+    assert len(seen) >= 4 and seen[-1] == turn.output_ids.tolist() and len(turn.output_ids) == len(turn.logprobs) == 40
+    assert all(turn.output_ids[: len(s)].tolist() == s for s in seen) and turn.routes is not None
+
+
+def test_a_stop_text_ends_the_turn_and_the_conversation_goes_on_exactly(engine, service, hf):  # noqa: F811
+    """Its tokens are sampled and trained; the stop token that the template wants is given, and the log-probabilities are those of that sequence."""
+    async def scenario():
+        session, messages = service.open("k"), [{"role": "user", "content": "list the files"}]
+        while len(session.turns) < 3:
+            reply = await session.chat(messages, stop=("a", "e", "i", "o"))
+            assert not set(reply.content) & set("aeio")
+            if reply.finish_reason == "stop":
+                messages += [reply.message, {"role": "user", "content": f"output {len(session.turns)}"}]
+        return session
+
+    session = engine.run(scenario())
+    t, chat = finish(session), service.chat_tokenizer
+    first, second = session.turns[:2]
+    said = chat.text(first.output_ids)
+    assert sum(said.count(v) for v in "aeio") == 1 and first.output_ids[-1] not in chat.stop_ids
+    assert second.input_ids[len(first.input_ids) + len(first.output_ids)] == chat.stop_ids[0] and second.input_ids.tolist() == chat.encode(
+        chat.render([{"role": "user", "content": "list the files"}])) + first.output_ids.tolist() + second.input_ids[len(first.input_ids) + len(first.output_ids):].tolist()
+    lp, _ = logprobs(hf(), t.tokens)
+    at = np.flatnonzero(t.loss_mask)
+    assert np.abs(t.logprobs[at] - np.array([lp[i - 1, t.tokens[i]].item() for i in at])).max() < 1e-4
+
+
+def test_the_engine_is_told_when_a_streaming_client_hangs_up(engine, service):
+    async def scenario():
+        seen = asyncio.Event()
+        service.limits = SessionLimits(1500, 1200, 60.0, 1.0)
+        turn = asyncio.create_task(service.open("k").chat([{"role": "user", "content": "go"}], on_delta=lambda _: seen.set()))
+        await asyncio.wait_for(seen.wait(), 30)
+        turn.cancel()
+        await asyncio.gather(turn, return_exceptions=True)
+        await asyncio.sleep(1.0)
+        await engine.client.flush()  # refused while a request runs
+        return turn.cancelled()
+
+    assert engine.run(scenario())

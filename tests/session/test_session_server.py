@@ -105,7 +105,7 @@ def test_tools_reach_the_template_and_calls_come_back_in_openais_shape(served):
         status, _ = await call("POST", url, {**body, "messages": [user("hello"), held, {"role": "tool", "tool_call_id": held["tool_calls"][0]["id"], "content": "a.txt"}]})
         assert status == 200
         status, refused = await call("POST", url, {"messages": [user("hello")]})
-        assert (status, refused["error"]["code"]) == (409, "history:rewind")
+        assert (status, refused["error"]["code"]) == (422, "history:rewind")
         for more, code in [({"tools": [{"type": "function"}]}, "request:tools"), ({"tool_choice": "required"}, "invalid_value")]:
             status, refused = await call("POST", url, {**body, **more})
             assert (status, refused["error"]["code"]) == (400, code)
@@ -125,7 +125,7 @@ def test_errors_have_openais_shape_and_the_right_status(served):
         for body, status, code in [
             ({**ok, "top_k": 5}, 400, "invalid_value"), ({**ok, "temperature": 0.2}, 400, "invalid_value"), ({**ok, "n": 2}, 400, "invalid_value"),
             ({**ok, "max_tokens": 0}, 400, "invalid_value"), ({**ok, "max_tokens": True}, 400, "invalid_value"), ({}, 400, "history:message"),
-            ({"messages": [{"role": "assistant", "content": "x"}]}, 409, "history:foreign-reply"),
+            ({"messages": [{"role": "assistant", "content": "x"}]}, 422, "history:foreign-reply"),
         ]:
             found, answer = await call("POST", chat, body)
             assert (found, answer["error"]["code"]) == (status, code), body
