@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import json
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -249,10 +251,8 @@ def test_an_episode_can_be_cancelled_and_leaves_nothing(agent_task, tmp_path):
     assert "sleep 300.625" not in processes()
 
 
-def test_a_temporary_folder_too_long_for_a_socket_is_a_fault(agent_task, tmp_path, monkeypatch):
-    deep = tmp_path / ("d" * 100)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
+def test_a_temporary_folder_too_long_for_a_socket_is_a_fault(agent_task, monkeypatch):
+    monkeypatch.setattr(module, "_LONGEST_SOCKET", 20)
     with pytest.raises(EnvironmentFault, match="TMPDIR"):
         play(agent_task(), "DONE")
 
@@ -283,11 +283,18 @@ def test_the_command_and_its_variables_are_filled_in(make_task):
                    "OPENAI_API_KEY": "none", "WHERE": f"at {url}"}
 
 
-def test_what_the_harness_needs_is_mounted_read_only(make_task, tmp_path):
-    with Workspace() as ws:  # a folder that the unprivileged id can reach
-        (ws.app / "agent.py").write_text(LOOP)
-        episode = asyncio.run(run_harness(make_task(HELLO), Scripted("cp /opt/agent/agent.py /opt/agent/x; [ -e /opt/agent/x ] || echo hello > out.txt", "DONE"),
-                                          harness("python3", "/opt/agent/agent.py", "{url}", mounts={"/opt/agent": ws.app})))
+@pytest.fixture
+def open_folder():
+    """A folder that the unprivileged id can reach; pytest's own are closed to it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def test_what_the_harness_needs_is_mounted_read_only(make_task, open_folder):
+    (open_folder / "agent.py").write_text(LOOP)
+    episode = asyncio.run(run_harness(make_task(HELLO), Scripted("cp /opt/agent/agent.py /opt/agent/x; [ -e /opt/agent/x ] || echo hello > out.txt", "DONE"),
+                                      harness("python3", "/opt/agent/agent.py", "{url}", mounts={"/opt/agent": open_folder})))
     assert (episode.reward, episode.finish) == (1.0, "done")
 
 
@@ -399,12 +406,11 @@ def test_a_folder_that_the_sandbox_cannot_enter_is_refused_as_root(tmp_path, mon
         Harness.from_config(load(*TOML, f"tasks.harness.mounts={{'/opt/x' = '{tmp_path}/closed/agent'}}"))
 
 
-def test_the_program_is_looked_for_where_it_will_run(tmp_path):
+def test_the_program_is_looked_for_where_it_will_run(open_folder):
     assert asyncio.run(harness("python3", "agent.py").check()) == "/usr/bin/python3"
-    with Workspace() as ws:
-        (ws.app / "agent").write_text("#!/bin/sh\n")
-        (ws.app / "agent").chmod(0o755)
-        assert asyncio.run(harness("agent", mounts={"/opt/x": ws.app}, env={"PATH": "/opt/x:/usr/bin"}).check()) == "/opt/x/agent"
+    (open_folder / "agent").write_text("#!/bin/sh\n")
+    (open_folder / "agent").chmod(0o755)
+    assert asyncio.run(harness("agent", mounts={"/opt/x": open_folder}, env={"PATH": "/opt/x:/usr/bin"}).check()) == "/opt/x/agent"
     with pytest.raises(EnvironmentFault, match="the sandbox has no /opt/x/agent"):
         asyncio.run(harness("/opt/x/agent").check())
 
