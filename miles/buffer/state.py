@@ -32,9 +32,10 @@ class GroupInfo:
     ready: bool = False
     ready_order: int = -1
     oldest_version: int = -1
-    trajectories: int = 0
+    trajectories: int = 0  # training sequences: all leaves of all samples
+    samples: int = 0
     tokens: int = 0
-    reward_mean: float = 0.0
+    reward_mean: float = 0.0  # over samples
     dropped: str = ""  # reason
     retried: bool = False  # the rollout side has started a replacement
     step: int | None = None
@@ -70,7 +71,8 @@ class BufferState:
             if not g.ready:
                 g.ready, g.ready_order = True, self._ready_count
                 g.task_id, g.oldest_version = record["task"], record["oldest_version"]
-                g.trajectories, g.tokens, g.reward_mean = record["trajectories"], record["tokens"], record["reward_mean"]
+                g.trajectories, g.samples = record["trajectories"], record["samples"]
+                g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
                 self._ready_count += 1
         elif kind == "drop":
             self._group(record["group"]).dropped = record["reason"]

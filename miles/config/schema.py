@@ -72,12 +72,13 @@ class RolloutConfig(Section):
     refill: Literal["trajectory", "group"] = Field("trajectory", description="When a slot is refilled: as soon as one trajectory ends, or when a whole group has.")
     max_turns: int = Field(8, ge=1, description="Turns of one trajectory.")
     max_turn_tokens: int = Field(512, ge=1, description="Tokens sampled in one turn.")
-    max_session_tokens: int = Field(8192, ge=8, description="Tokens of one whole trajectory, given and sampled.")
+    max_session_tokens: int = Field(8192, ge=8, description="Tokens of one training sequence, given and sampled.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides its logits by the same.")
     top_p: float = Field(1.0, gt=0, le=1.0, description="Nucleus sampling. Only 1.0 keeps rollout and trainer distributions equal; others are refused.")
     turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
     replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
+    history: Literal["linear", "branching"] = Field("linear", description="What becomes of a request that does not go on from a session's last turn (or repeat it): `linear` = refused, one training sequence per sample; `branching` = it goes on from the deepest turn that it still holds, and each conversation kept is a training sequence; a span sampled once is trained once.")
     max_sessions: int = Field(1024, ge=1, description="Sessions open at once over HTTP on one rollout rank; one more is answered with status 429.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
@@ -163,7 +164,7 @@ class AlgorithmConfig(Section):
     tis_low: float = Field(0.0, ge=0, description="Truncated importance sampling: weights below are raised to it.")
     tis_high: float = Field(2.0, gt=0, description="Truncated importance sampling: weights above are cut to it.")
     normalize_std: bool = Field(True, description="Divide advantages by the group's standard deviation (off = Dr.GRPO).")
-    reduction: Literal["token", "sequence"] = Field("token", description="Mean over all sampled tokens of the step, or over sequences of their token means.")
+    reduction: Literal["token", "sequence"] = Field("token", description="`token`: mean over all sampled tokens of the step. `sequence`: mean over samples of their token means; the leaves of a branching history are one sample.")
 
 
 class WeightsConfig(Section):

@@ -6,8 +6,8 @@
         while it lives: follow new weight versions
         tell the leader "down"; running trajectories go on with the engine of another rank
 
-A trajectory is one episode of the environment played through a session: every token of it comes from the engine's replies, its
-record is published as a part file, and only then is the leader told.
+A sample is one episode of the environment played through a session: every token of it comes from the engine's replies, its trajectories (one,
+or one for each kept leaf of a branching history) are published as a part file, and only then is the leader told.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import write_part
@@ -70,7 +70,7 @@ class Worker:
         self._engines = Engines()
         store = SessionStore(run.sessions_dir, rank, epoch, fence=lambda: run.check_epoch(Role.ROLLOUT, epoch))
         self._service = SessionService(self._engines, ChatTokenizer.from_folder(c.model.path, c.model.boundary), SessionLimits.from_config(c),
-                                       replay=load_replay(c.rollout.replay), store=store)
+                                       replay=load_replay(c.rollout.replay), branching=c.rollout.history == "branching", store=store)
         self._server = SessionServer(self._service, run.token)
         self._others: dict[int, str] = {}  # rank -> URL of its engine, of which this rank has a client
         self._samples: dict[str, tuple[int, int]] = {}  # session -> (group, sample) of the trajectories that run here
@@ -173,10 +173,10 @@ class Worker:
 
     # -- trajectories --------------------------------------------------------------------------------------------------------
     async def _trajectory(self, group: int, sample: int, task: Task) -> None:
-        start, cause, record = time.monotonic(), None, None
+        start, cause, leaves = time.monotonic(), None, []
         try:
-            record = await self._play(group, sample, task)
-            await asyncio.to_thread(write_part, self._run, self._epoch, record)
+            leaves = await self._play(group, sample, task)
+            await asyncio.to_thread(write_part, self._run, self._epoch, leaves)
         except StructureError as e:
             cause = f"dropped:{e.cause}"
         except EnvironmentFault as e:
@@ -184,10 +184,10 @@ class Worker:
             print(f"g{group}s{sample} {task.name}: {e}", flush=True)
         if cause and self._stopping.is_set():
             return  # the run is complete and the engine is gone: nobody waits for this one
-        self._log_trajectory(group, sample, task, record, cause, time.monotonic() - start)
+        self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start)
         self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
 
-    async def _play(self, group: int, sample: int, task: Task) -> Trajectory:
+    async def _play(self, group: int, sample: int, task: Task) -> list[Trajectory]:
         session = self._service.open(f"g{group:08d}s{sample:03d}", rank=self._rank)
         self._samples[session.id] = (group, sample)
         try:
@@ -195,8 +195,8 @@ class Worker:
                 episode = await run_harness(task, Endpoint(self._server, session, self._harness.max_turns), self._harness)
             else:
                 episode = await run_episode(task, session.chat, self._limits)
-            return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
-                                      meta={"rank": self._rank, "env_s": episode.env_s})
+            return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
+                                        meta={"rank": self._rank, "env_s": episode.env_s})
         except StructureError as e:
             self._keep_dropped(session, task, e)
             raise
@@ -209,21 +209,34 @@ class Worker:
         if self._kept_dropped < KEEP_DROPPED:
             self._kept_dropped += 1
             self._dropped.mkdir(exist_ok=True)
-            data = reproducer(session.turns, error, task=task.name, key=session.routing_key, messages=session.history.messages)
+            data = reproducer(session.history, error, task=task.name, key=session.routing_key)
             publish_bytes(self._dropped / f"{session.routing_key}.{error.cause.replace(':', '-')}.json", data)
 
     # -- log -----------------------------------------------------------------------------------------------------------------
-    def _log_trajectory(self, group: int, sample: int, task: Task, t: Trajectory | None, cause: str | None, seconds: float) -> None:
-        sampled = t.versions[t.loss_mask.astype(bool)] if t else None
-        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, reward=t.reward if t else float("nan"),
-                      turns=t.turns if t else 0, tokens=len(t.tokens) if t else 0, sampled_tokens=len(sampled) if t else 0,
-                      prompt_tokens=t.prompt_tokens if t else 0, cached_tokens=t.cached_tokens if t else 0,
-                      cacheable_tokens=t.cacheable_tokens if t else 0, reused_tokens=t.meta["reused_tokens"] if t else 0, seconds=seconds, engine_s=t.meta["engine_s"] if t else 0.0,
-                      env_s=t.meta["env_s"] if t else 0.0, oldest_version=int(sampled.min()) if t else -1,
-                      newest_version=int(sampled.max()) if t else -1, finish=t.finish_reason if t else "", status=cause or "ok")
+    def _log_trajectory(self, group: int, sample: int, task: Task, leaves: Sequence[Trajectory], cause: str | None, seconds: float) -> None:
+        """One row a sample, sums over its leaves; and one for each cause for which its requests did not go on from the turn before."""
+        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, **_figures(leaves), seconds=seconds,
+                      status=cause or "ok")
+        for kind in ("branched", "refused"):
+            for why, count in (leaves[0].meta[f"{kind}_requests"] if leaves else {}).items():
+                self._log.row("mismatches", group_id=group, sample=sample, kind=kind, cause=why, count=count)
 
     def _log_engine(self, client: EngineClient, restarts: int) -> None:
         if time.monotonic() - self._logged > 2.0:
             self._logged = time.monotonic()
             self._log.row("engine", rank=self._rank, active=client.active, version=client.version, generated_tokens=client.generated_tokens,
                           restarts=restarts)
+
+
+def _figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
+    """Columns of the `trajectories` table for a finished sample; without leaves, those of one that did not finish."""
+    first = leaves[0] if leaves else None
+    versions = [v for t in leaves for v in (t.oldest_version, t.newest_version)]
+    return {
+        "reward": first.reward if first else float("nan"), "leaves": len(leaves), "turns": sum(t.turns for t in leaves),
+        "tokens": sum(len(t.tokens) for t in leaves), "sampled_tokens": sum(t.sampled_tokens for t in leaves),
+        "prompt_tokens": sum(t.prompt_tokens for t in leaves), "cached_tokens": sum(t.cached_tokens for t in leaves),
+        "cacheable_tokens": sum(t.cacheable_tokens for t in leaves), "reused_tokens": sum(t.meta["reused_tokens"] for t in leaves),
+        "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
+        "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1), "finish": first.finish_reason if first else "",
+    }

@@ -30,6 +30,8 @@ class Checkpoint:
     turn: Turn
     parent: int = ROOT  # index of the turn it goes on from
     line: np.ndarray | None = None  # int32 [P+N], the turn's tokens where they lie already end to end
+    cacheable_tokens: int = 0  # prompt tokens whose KV the engine had already computed for this session
+    reused_tokens: int = 0  # of those, how many came from its prefix cache
 
     @property
     def tokens(self) -> np.ndarray:
@@ -88,6 +90,12 @@ class History:
         """With a turn that goes on from `head`, which becomes the head."""
         nodes = (*self.nodes, replace(checkpoint, parent=self.head))
         return replace(self, nodes=nodes, head=len(nodes) - 1)
+
+    def root(self, node: int) -> int:
+        """The first turn of the conversation that holds turn `node`."""
+        while self.nodes[node].parent != ROOT:
+            node = self.nodes[node].parent
+        return node
 
     def leaves(self) -> tuple[int, ...]:
         """The last turns of the conversations that are kept, in the order of their answers. A turn that was asked again with the same messages,

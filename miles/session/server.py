@@ -5,7 +5,7 @@
     POST   /sessions/{id}/v1/chat/completions     OpenAI chat completion, also streamed (miles.session.openai lists the fields)
     GET    /sessions/{id}/v1/models               the one model
     GET    /sessions/{id}                         turns and token counts
-    POST   /sessions/{id}/finish                  closes it -> the same, with exact | refused cause; {"arrays": true}: and its tokens
+    POST   /sessions/{id}/finish                  closes it -> the same, with leaves and exact | refused cause; {"arrays": true}: and the tokens of each leaf
     DELETE /sessions/{id}
 
 Every request needs `Authorization: Bearer <the run's token>`. A session opened here is durable: each turn is on disk before it is answered, and a server
@@ -28,7 +28,7 @@ from aiohttp import web
 
 from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import KeyRequired
-from miles.session.assemble import assemble, is_exact
+from miles.session.assemble import assemble_leaves, is_exact
 from miles.session.openai import (
     BadRequest,
     ChatRequest,
@@ -165,10 +165,10 @@ class SessionServer:
         _refuse_unknown(body, {"arrays"})
         answer = _describe(session)
         try:
-            arrays = assemble(session.turns)
-            answer["exact"] = is_exact(arrays.versions, arrays.loss_mask, session.opened_at)
+            leaves = assemble_leaves(session.history)
+            answer |= {"leaves": len(leaves), "exact": all(is_exact((c.turn for c in leaf.turns), session.opened_at) for leaf in leaves)}
             if body.get("arrays"):
-                answer["arrays"] = {name: getattr(arrays, name).tolist() for name in ("tokens", "loss_mask", "logprobs", "versions")}
+                answer["arrays"] = [{name: getattr(leaf.arrays, name).tolist() for name in ("tokens", "loss_mask", "logprobs", "versions")} for leaf in leaves]
         except StructureError as e:
             answer["refused"] = e.cause
         await self.service.close_durable(session)
@@ -272,7 +272,7 @@ async def _models(request: web.Request) -> web.Response:
 def _describe(session: Session) -> dict[str, Any]:
     return {
         "id": session.id, "routing_key": session.routing_key, "weight_version": session.opened_at, "tokens": session.tokens, "retries": session.retries,
-        "moves": session.moves, "refused": dict(session.refused),
+        "moves": session.moves, "refused": dict(session.refused), "branched": dict(session.branched),
         "turns": [{"prompt_tokens": len(t.input_ids), "completion_tokens": len(t.output_ids), "cached_tokens": t.cached_tokens,
                    "finish_reason": t.finish_reason} for t in session.turns],
     }

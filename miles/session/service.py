@@ -7,7 +7,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from miles.config import MilesConfig
 from miles.core import EnvironmentFault, MilesError, StructureError, Trajectory, Turn
 from miles.engine import EngineGone, KeyRequired, Sampling
 from miles.session.affinity import NOWHERE, Engines, Place
-from miles.session.assemble import to_trajectory
-from miles.session.history import Checkpoint, History, Message, check_messages
+from miles.session.assemble import to_trajectories
+from miles.session.history import Checkpoint, History, Match, Message, check_messages
 from miles.session.replay import Replay, strict
 from miles.session.store import Answered, Closed, Opened, SessionStore
 from miles.session.stream import ReplyStream
@@ -79,21 +79,20 @@ class Session:
 
     def __init__(self, service: SessionService, session_id: str, routing_key: str, opened_at: int, place: Place, *, durable: bool, wall: float):
         self.id, self.routing_key, self.opened_at, self.place, self.durable = session_id, routing_key, opened_at, place, durable
-        self.history = History()
+        self.history = History(branching=service.branching)
         self.retries = 0  # turns that were rolled back
         self.moves = 0  # engines that died under it
         self.refused: Counter[str] = Counter()  # requests that did not continue this session, by cause
+        self.branched: Counter[str] = Counter()  # answered requests that did not go on from the turn before, by cause
         self.engine_s = 0.0
-        self.cacheable_tokens = 0  # prompt tokens this engine had already computed for this session, over all turns
-        self.reused_tokens = 0  # of those, how many came from its prefix cache
         self.opened = wall  # unix seconds
         self._service = service
         self._busy = False
         self._requests = 0
-        self._tools: list[dict[str, Any]] | None = None  # of the first turn, and so of all
+        self._tools: dict[int, list[dict[str, Any]] | None] = {}  # of each first turn, and so of all that go on from it
         self._line = TokenLine()
-        self._computed = np.zeros(0, dtype=np.int32)  # tokens of the last request whose KV the engine has
-        self._computed_at: Place | None = None  # who has it
+        self._computed: list[np.ndarray] = []  # int32, tokens of earlier requests whose KV the engine has, without those that later ones extend
+        self._computed_at: Place | None = None  # who has them
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -109,8 +108,9 @@ class Session:
                    stop: Sequence[str] = (), seed: int | None = None, on_delta: Callable[[dict[str, str]], None] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. `stop`: texts that end
-        the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is sampled.
+        With `tools` (OpenAI's format, the same in every turn of a conversation) the template shows them to the model and its calls are parsed.
+        `stop`: texts that end the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is
+        sampled.
         Nothing of the session changes unless a reply came, and in a durable session it is on disk before this returns. Raises StructureError for
         messages that do not continue it, SessionBusy for a second request at the same time, EnvironmentFault when the engine fails, aborts or takes
         longer than the turn's deadline.
@@ -120,10 +120,10 @@ class Session:
         self._busy = True
         commit = None
         try:
-            kept, reply, checkpoint = await self._answer(check_messages(messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
+            match, reply, checkpoint = await self._answer(check_messages(messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
             if checkpoint is not None:
                 # Whoever gives up from here on finds the turn in the session: on disk and in memory it is the same.
-                commit = asyncio.ensure_future(self._commit(kept, checkpoint, tools))
+                commit = asyncio.ensure_future(self._commit(match, checkpoint, tools or None))
                 await asyncio.shield(commit)
             return reply
         except StructureError as e:
@@ -139,12 +139,13 @@ class Session:
         self._busy = False
 
     async def _answer(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None, stop: tuple[str, ...], seed: int | None,
-                      on_delta: Callable[[dict[str, str]], None] | None) -> tuple[History, ChatReply, Checkpoint | None]:
+                      on_delta: Callable[[dict[str, str]], None] | None) -> tuple[Match, ChatReply, Checkpoint | None]:
         service, limits, chat = self._service, self._service.limits, self._service.chat_tokenizer
-        kept, appended, _ = self.history.match(messages, service.replay)
+        match = self.history.match(messages, service.replay)
+        kept, appended = match.kept, match.appended
         last = kept.last
-        if last and tools != self._tools:
-            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt",
+        if last and tools != self._tools[kept.root(kept.head)]:
+            raise StructureError("the tools of this request are not those of the conversation's first turn, which stand in its prompt",
                                  "the same tools in every turn", "open another session for other tools", cause="history:tools")
         before = last.tokens if last else np.zeros(0, dtype=np.int32)
         try:
@@ -154,7 +155,7 @@ class Session:
                                  cause="request:template") from e
         room = min(limits.max_turn_tokens, limits.max_session_tokens - len(before) - len(new), max_tokens or limits.max_turn_tokens)
         if room < 1:
-            return kept, ChatReply("", "length", None), None
+            return match, ChatReply("", "length", None), None
         input_ids = self._line.extend(before, new)
         stream = None if on_delta is None else ReplyStream(chat, stop, bool(tools), on_delta)
         sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=chat.stop_ids, stop=stop, seed=seed)
@@ -162,7 +163,7 @@ class Session:
         reply = await self._read(kept, turn, tools, stop)
         if stream is not None:
             stream.finish(reply.message)
-        return kept, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids))
+        return match, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids))
 
     async def _generate(self, input_ids: np.ndarray, sampling: Sampling, routes_from: int, stream: ReplyStream | None) -> Turn:
         """One turn from the session's engine; from another, with the same tokens, when that one has died."""
@@ -198,26 +199,28 @@ class Session:
         self.moves += place is not self.place
         self.place = place
 
-    async def _commit(self, kept: History, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
-        turn = checkpoint.turn
-        cacheable = self._cacheable(turn)
-        retries = len(self.history.nodes) - len(kept.nodes)
+    async def _commit(self, match: Match, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
+        kept, turn = match.kept, checkpoint.turn
+        if self._computed_at != self.place:
+            self._computed, self._computed_at = [], self.place
+        shared = [_common_prefix(earlier, turn.input_ids) for earlier in self._computed]
+        # The engine computes at least the last input token anew, and never the last one it sampled.
+        cacheable = min(max(shared, default=0), len(turn.input_ids) - 1)
+        checkpoint = replace(checkpoint, cacheable_tokens=cacheable, reused_tokens=min(turn.cached_tokens, cacheable))
+        retries = self.retries + len(self.history.nodes) - len(kept.nodes)
+        branched = self.branched + Counter([match.cause] if match.cause and kept.branching else [])
         if self.durable:
             before = len(kept.last.tokens) if kept.last else 0
-            counters = {"retries": self.retries + retries, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused),
-                        "cacheable_tokens": self.cacheable_tokens + cacheable, "reused_tokens": self.reused_tokens + min(turn.cached_tokens, cacheable)}
+            counters = {"retries": retries, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused), "branched": dict(branched)}
             await self._service.store.append(to_record(self.id, kept, checkpoint, before, tools if kept.last is None else None, counters))
-        self.retries += retries
-        self.cacheable_tokens += cacheable
-        self.reused_tokens += min(turn.cached_tokens, cacheable)
-        self._computed, self._computed_at = checkpoint.tokens[:-1], self.place
-        self.history, self._tools = kept.add(checkpoint), tools or None
+        self.retries, self.branched = retries, branched
+        self._computed = [*(earlier for earlier, n in zip(self._computed, shared, strict=True) if n < len(earlier)), checkpoint.tokens[:-1]]
+        self._add(kept, checkpoint, tools)
 
-    def _cacheable(self, turn: Turn) -> int:
-        """Input tokens whose KV the engine has from this session: it computes at least the last one anew, and never the last one it sampled."""
-        if self._computed_at != self.place:
-            return 0
-        return min(_common_prefix(self._computed, turn.input_ids), len(turn.input_ids) - 1)
+    def _add(self, kept: History, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
+        self.history = kept.add(checkpoint)
+        if kept.last is None:
+            self._tools[self.history.head] = tools
 
     def restore(self, turns: list[Answered]) -> None:
         """Continue from what a predecessor wrote. Its engine's cache is gone."""
@@ -226,10 +229,11 @@ class Session:
             before = kept.last.tokens if kept.last else np.zeros(0, dtype=np.int32)
             inputs = self._line.extend(before, np.frombuffer(record.new_ids, dtype=np.int32))
             turn = to_turn(record, inputs)
-            self.history = kept.add(Checkpoint(tuple(record.appended), record.reply, turn, line=self._line.extend(inputs, turn.output_ids)))
-            self._tools = record.tools if kept.last is None else self._tools
+            checkpoint = Checkpoint(tuple(record.appended), record.reply, turn, line=self._line.extend(inputs, turn.output_ids),
+                                    cacheable_tokens=record.cacheable, reused_tokens=record.reused)
+            self._add(kept, checkpoint, record.tools)
             for name, value in record.counters.items():
-                setattr(self, name, Counter(value) if name == "refused" else value)
+                setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
     async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> ChatReply:
         """What the turn's tokens say: reasoning, content, tool calls. A reply that was cut has no calls."""
@@ -241,21 +245,25 @@ class Session:
         content, calls = await asyncio.to_thread(parse_calls, content, tools, chat.boundary, earlier)  # a thread: the first call imports SGLang
         return ChatReply(content, "tool_calls" if calls else turn.finish_reason, turn, tuple(calls), reasoning)
 
-    def trajectory(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> Trajectory:
-        """This session as a training sequence. Raises StructureError (with its cause) unless every token is accounted for."""
-        return to_trajectory(
-            self.turns, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
-            cacheable_tokens=self.cacheable_tokens, reused_tokens=self.reused_tokens, seconds=time.time() - self.opened,
-            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "engine_s": self.engine_s, **(meta or {})},
+    def trajectories(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> list[Trajectory]:
+        """This session as training sequences, one for each kept leaf of its history. Raises StructureError (with its cause) unless every token is
+        accounted for."""
+        return to_trajectories(
+            self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
+            seconds=time.time() - self.opened,
+            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
+                  "engine_s": self.engine_s, **(meta or {})},
         )
 
 
 class SessionService:
     """Opens sessions, gives each its engine, and keeps those that are open by id."""
 
-    def __init__(self, engines: Engines, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, replay: Replay = strict, store: SessionStore | None = None):
-        """With a `store`, sessions may be durable; those that its predecessors left open are open from the start."""
-        self.engines, self.chat_tokenizer, self.limits, self.replay, self.store = engines, chat_tokenizer, limits, replay, store
+    def __init__(self, engines: Engines, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, replay: Replay = strict, branching: bool = False,
+                 store: SessionStore | None = None):
+        """With a `store`, sessions may be durable; those that its predecessors left open are open from the start. `branching`: a request that does not
+        go on from the last turn opens a branch of its session's history, and is not refused."""
+        self.engines, self.chat_tokenizer, self.limits, self.replay, self.branching, self.store = engines, chat_tokenizer, limits, replay, branching, store
         self.sessions: dict[str, Session] = {}
         for opened, turns in store.restored.values() if store else ():
             session = Session(self, opened.id, opened.routing_key, opened.version, NOWHERE, durable=True, wall=opened.wall)
@@ -322,8 +330,9 @@ def to_record(session_id: str, kept: History, checkpoint: Checkpoint, before: in
     t = checkpoint.turn
     return Answered(
         session_id, len(kept.nodes), kept.head, list(checkpoint.appended), checkpoint.reply, t.input_ids[before:].tobytes(), t.output_ids.tobytes(),
-        t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, t.seconds, None if t.routes is None else t.routes.tobytes(),
-        "" if t.routes is None else t.routes.dtype.str, () if t.routes is None else t.routes.shape, t.routes_start, counters)
+        t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens,
+        t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str,
+        () if t.routes is None else t.routes.shape, t.routes_start, counters)
 
 
 def to_turn(record: Answered, input_ids: np.ndarray) -> Turn:

@@ -54,8 +54,10 @@ class Answered(msgspec.Struct, tag="turn", omit_defaults=True):
     logprobs: bytes
     versions: bytes
     finish: str
-    tools: list[dict[str, Any]] | None = None  # of the first turn
+    tools: list[dict[str, Any]] | None = None  # of a first turn
     cached: int = 0
+    cacheable: int = 0
+    reused: int = 0
     seconds: float = 0.0
     routes: bytes | None = None
     routes_dtype: str = ""

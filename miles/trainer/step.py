@@ -94,11 +94,15 @@ class TrainStep:
 
         Raises StructureError: routes do not fit the model. MilesError: loss or gradients were not finite MAX_SKIPPED times in a row.
         """
-        sampled = [int(s.loss_mask[1:].astype(bool).sum()) for s in mine]
-        totals = torch.tensor([sum(sampled), len(mine), sum(len(s.tokens) for s in mine)], dtype=torch.int64, device=self.device)
+        counts = np.zeros(1 + plan.sequences, np.int64)  # tokens; then those sampled in each rollout, whose leaves may lie on several ranks
+        for s in mine:
+            counts[0] += len(s.tokens)
+            counts[1 + s.rollout] += np.count_nonzero(s.loss_mask[1:])
+        totals = torch.from_numpy(counts).to(self.device)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        total_sampled, total_sequences, total_tokens = totals.tolist()
-        weights = token_weights(sampled, self.algorithm.reduction, total_sampled, total_sequences)
+        total_tokens, *sampled = totals.tolist()
+        total_sampled = sum(sampled)
+        weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction)
 
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()

@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from miles.buffer import read_group
+from miles.buffer.storage import seal_parts, write_part_file
 from miles.engine import Sampling
 from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
+from tests.session.fake import finish
 
 pytestmark = pytest.mark.engine
 
@@ -29,10 +32,6 @@ async def play(session, turns):
     return session
 
 
-def finish(session):
-    return session.trajectory(group_id=0, sample=0, task_id="t", reward=0.0, finish_reason="done")
-
-
 @pytest.fixture
 def eager_stop(engine, service, monkeypatch):
     """The random model hardly ever says <|im_end|>; let a quarter of its vocabulary end a turn, so that sessions have several."""
@@ -51,6 +50,54 @@ def test_a_session_of_several_turns_is_what_the_model_computed(engine, service, 
     assert np.abs(t.logprobs[at] - expected).max() < 1e-4
     routes = torch.stack([r.topk(2, -1).indices for r in router], 1)[:-1].numpy()
     assert (np.sort(t.routes, -1) == np.sort(routes, -1)).all()
+
+
+async def stopped(session, messages):
+    """A reply that the random model ended by itself; asked again until it does."""
+    for _ in range(400):
+        reply = await session.chat(messages)
+        if reply.finish_reason == "stop":
+            return reply.message
+    raise AssertionError("no reply ended by itself")
+
+
+def test_branches_of_a_session_are_what_the_model_computed_also_from_the_buffer(engine, service, eager_stop, hf, tmp_path):  # noqa: F811
+    """Two turns, a fork at the second, a third turn of the first branch, and a folded context; then through a part file and a sealed group."""
+
+    def user(text):
+        return {"role": "user", "content": text}
+
+    async def scenario():
+        session = service.open("branches")
+        one = await stopped(session, [user("list the files")])
+        two = await stopped(session, [user("list the files"), one, user("output of the command")])
+        await stopped(session, [user("list the files"), one, user("another output, after a fork")])
+        await stopped(session, [user("list the files"), one, user("output of the command"), two, user("more output")])
+        await stopped(session, [user("a summary of what was done"), user("go on")])
+        return session
+
+    service.branching = True
+    session = engine.run(scenario())
+    leaves = session.trajectories(group_id=0, sample=0, task_id="t", reward=1.0, finish_reason="done")
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "groups").mkdir()
+    write_part_file(tmp_path, leaves)
+    seal_parts(tmp_path, 0, [0])
+    stored = read_group(tmp_path, 0).trajectories
+    nodes, last = session.history.nodes, session.history.leaves()
+    assert len(stored) == len(last) == 3 and [t.turns for t in stored] == [2, 2, 1] and all(t.exact for t in stored)
+    for leaf, t in zip(last, stored, strict=True):
+        assert t.tokens.tolist() == nodes[leaf].tokens.tolist()
+        lp, router = logprobs(hf(), t.tokens)
+        at = np.flatnonzero(t.loss_mask)
+        assert np.abs(t.logprobs[at] - np.array([lp[i - 1, t.tokens[i]].item() for i in at])).max() < 1e-4
+        routes = torch.stack([r.topk(2, -1).indices for r in router], 1)[:-1].numpy()
+        assert (t.routes == np.sort(routes, -1)).all()  # also of shared turns, whose KV this branch found in the cache
+    kept = {i for leaf in last for i in session.history.path(leaf)}
+    assert sum(t.sampled_tokens for t in stored) == sum(len(nodes[i].turn.output_ids) for i in kept)
+    assert stored[1].loss_mask[: len(nodes[0].tokens)].sum() == 0 and session.branched["rewind"] + session.branched["content"] == session.branched.total()
+    fork = nodes[last[0]]
+    assert fork.cacheable_tokens >= len(nodes[0].tokens) - 1 and fork.reused_tokens == fork.cacheable_tokens
 
 
 def test_sessions_around_an_update(engine, service, eager_stop, weights):  # noqa: F811

@@ -37,7 +37,8 @@ def play(chat, make_task):  # noqa: F811
 
 
 def finish(played):
-    return played.session.trajectory(group_id=1, sample=0, task_id="t", reward=played.episode.reward, finish_reason=played.episode.finish)
+    (trajectory,) = played.session.trajectories(group_id=1, sample=0, task_id="t", reward=played.episode.reward, finish_reason=played.episode.finish)
+    return trajectory
 
 
 def test_every_token_of_an_agents_conversation_is_the_engines(play):
@@ -73,6 +74,16 @@ def test_an_agent_that_rewrites_its_history_and_fails_over_it_gives_no_trajector
     with pytest.raises(StructureError) as e:
         play(agent, ["ls"])
     assert e.value.cause.startswith("history:")
+
+
+def test_with_a_branching_history_an_agent_may_rewrite_its_own_and_every_sampled_token_is_trained_once(play):
+    agent = AGENT + "ask(messages)\nask([{'role': 'user', 'content': 'summary so far'}])\n"
+    played = play(agent, ["ls", "echo hello > out.txt"], branching=True)
+    leaves = played.session.trajectories(group_id=1, sample=0, task_id="t", reward=0.0, finish_reason=played.episode.finish)
+    assert (played.episode.finish, len(leaves)) == ("done", 2)
+    for leaf, turn in zip(leaves, played.engine.answered, strict=True):
+        assert leaf.tokens.tolist() == [*turn.input_ids.tolist(), *turn.output_ids.tolist()]
+        assert leaf.loss_mask.tolist() == [0] * len(turn.input_ids) + [1] * len(turn.output_ids)
 
 
 def test_an_agent_that_fails_because_it_asked_twice_at_once_gives_no_trajectory_but_the_cause(play):

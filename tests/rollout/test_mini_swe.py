@@ -62,8 +62,8 @@ def play(chat, task, replies, harness, **options):
     s.engine.outputs = [[*chat.encode(r), chat.stop_ids[0]] for r in replies]
     endpoint = Endpoint(SessionServer(s.service, "token"), s.session, harness.max_turns)
     episode = asyncio.run(run_harness(task, endpoint, harness))
-    trajectory = s.session.trajectory(group_id=1, sample=0, task_id="t", reward=episode.reward, finish_reason=episode.finish)
-    return SimpleNamespace(episode=episode, trajectory=trajectory, turns=s.engine.answered, session=s.session)
+    leaves = s.session.trajectories(group_id=1, sample=0, task_id="t", reward=episode.reward, finish_reason=episode.finish)
+    return SimpleNamespace(episode=episode, trajectory=leaves[0], leaves=leaves, turns=s.engine.answered, session=s.session)
 
 
 def tokens(turn):
@@ -124,6 +124,15 @@ def test_a_reply_without_a_command_is_dropped_by_the_agent_and_not_trained(chat,
     assert_holds_exactly(played.trajectory, [played.turns[0], *played.turns[2:]])
 
 
+def test_with_a_branching_history_a_dropped_reply_is_trained_too_once(chat, make_task):  # noqa: F811
+    replies = [FENCED.format("a", "true"), "I am not sure", FENCED.format("b", "echo hello > out.txt"), FENCED.format("end", SUBMIT)]
+    played = play(chat, make_task(HELLO), replies, stock("mini_textbased.yaml", "litellm_textbased"), branching=True)
+    assert (played.episode.reward, played.episode.finish, played.session.retries) == (1.0, "done", 0)
+    dropped, kept = played.leaves  # in the order of their last answers; what they share is trained in the first
+    assert dropped.tokens.tolist() == tokens(played.turns[1]) and kept.tokens.tolist() == tokens(played.turns[3])
+    assert [int(t.loss_mask.sum()) for t in played.leaves] == [sum(len(t.output_ids) for t in part) for part in (played.turns[:2], played.turns[2:])]
+
+
 def test_more_turns_than_the_run_allows_end_it(chat, make_task):  # noqa: F811
     played = play(chat, make_task(HELLO), ["echo hello > out.txt", "ls"], mini(max_turns=2))
     assert (played.episode.reward, played.episode.finish, played.episode.turns) == (1.0, "turns", 2)
@@ -148,4 +157,5 @@ def test_on_a_real_engine_every_sampled_token_is_the_engines(engine, make_task, 
     # Replies of nothing but spaces are no command: the agent drops them, and the next request goes on from before.
     kept = [t for t, later in itertools.pairwise([*turns, None]) if later is None or later.input_ids.tolist()[: len(t.input_ids) + len(t.output_ids)] == tokens(t)]
     assert len(kept) == len(session.turns)
-    assert_holds_exactly(session.trajectory(group_id=1, sample=0, task_id="t", reward=episode.reward, finish_reason=episode.finish), kept)
+    (trajectory,) = session.trajectories(group_id=1, sample=0, task_id="t", reward=episode.reward, finish_reason=episode.finish)
+    assert_holds_exactly(trajectory, kept)

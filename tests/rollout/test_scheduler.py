@@ -9,7 +9,7 @@ from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
 
 
 def ready(group, task="t"):
-    return {"kind": "ready", "group": group, "task": task, "trajectories": 2, "oldest_version": 0, "tokens": 1, "reward_mean": 0.0}
+    return {"kind": "ready", "group": group, "task": task, "trajectories": 2, "samples": 2, "oldest_version": 0, "tokens": 1, "reward_mean": 0.0}
 
 
 class Sim:

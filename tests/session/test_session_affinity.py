@@ -11,6 +11,7 @@ from miles.session import Engine, Engines, SessionLimits, SessionService
 from miles.session.affinity import Place, least
 from tests.engine.stub import TOKEN, StubEngine
 from tests.session.conftest import user
+from tests.session.fake import finish
 
 
 def engine(rank, version=0, dp_ranks=1):
@@ -110,11 +111,12 @@ def test_a_session_whose_engine_dies_goes_on_elsewhere_with_the_same_tokens(two)
         assert session.moves == 1 and len(w.stubs[0].requests) == 2 and len(w.stubs[1].requests) == 1
         sent = w.stubs[1].requests[0]
         assert sent["input_ids"][: len(before)] == before and (sent["routing_key"], sent["extra_key"]) == ("k", "v0")
-        assert session.turns[-1].cached_tokens == 0 and session.cacheable_tokens == session.reused_tokens, "a cold cache is no missed reuse"
+        last = session.history.last
+        assert (last.turn.cached_tokens, last.cacheable_tokens, last.reused_tokens) == (0, 0, 0), "a cold cache is no missed reuse"
         messages += [reply.message, user("more")]
         await session.chat(messages)
         assert len(w.stubs[1].requests) == 2 and session.moves == 1, "it stays where it is"
-        t = session.trajectory(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
+        t = finish(session)
         assert t.turns == 4 and t.exact and (t.routes[:, 0, 0] == t.tokens[:-1] % 8).all()
         assert w.engines.loads() == {1: 1}
 

@@ -19,7 +19,7 @@ from tests.conftest import ROOT
 from tests.engine.stub import StubEngine
 from tests.engine.tiny import make_tokenizer
 from tests.session.conftest import SHAPE_CONFIG, user
-from tests.session.fake import FakeEngine
+from tests.session.fake import FakeEngine, finish
 from tests.session.server_program import TOKEN
 
 
@@ -105,7 +105,8 @@ def test_killed_at_random_times_every_conversation_goes_on(model, chat, tmp_path
     by_input = {tuple(r["input_ids"]): r for r in stub.requests}
     for replies, (status, summary) in zip(said, finished, strict=True):
         assert status == 200 and len(summary["turns"]) == 6 and summary["exact"], summary
-        tokens, mask = np.array(summary["arrays"]["tokens"]), np.array(summary["arrays"]["loss_mask"])
+        (arrays,) = summary["arrays"]
+        tokens, mask = np.array(arrays["tokens"]), np.array(arrays["loss_mask"])
         starts = np.flatnonzero(np.diff(np.concatenate([[0], mask])) == 1)
         for k, start in enumerate(starts):
             # the engine was asked with exactly the tokens before, and answered (a pure function of them) with exactly those that are trained
@@ -164,7 +165,7 @@ def test_a_restored_session_is_the_one_that_was_killed(chat, tmp_path_factory, a
                 reply = await session.chat(messages)
                 trained.append(engine.answered[-1].output_ids.tolist())
             messages = [*messages, reply.message, user(f"say {rng.random()}")]
-        t = session.trajectory(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
+        t = finish(session)
         assert [x for out in trained for x in out] == t.tokens[t.loss_mask == 1].tolist()
         assert (t.routes[:, 0, 0] == t.tokens[:-1] % 8).all(), "routes are those of their tokens, also across a restart"
         await service.close_durable(session)

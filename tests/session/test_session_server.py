@@ -56,7 +56,7 @@ def test_a_conversation_from_opening_to_the_end(served):
         status, shown = await call("GET", base)
         assert status == 200 and [t["completion_tokens"] for t in shown["turns"]] == [6, 6] and shown["tokens"] == session.tokens
         status, done = await call("POST", base + "/finish")
-        assert status == 200 and done["exact"] is True and len(done["turns"]) == 2
+        assert status == 200 and done["exact"] is True and done["leaves"] == 1 and len(done["turns"]) == 2
         assert (await call("GET", base))[0] == 404
 
     served(scenario)

@@ -10,6 +10,7 @@ from miles.core import EnvironmentFault, StructureError
 from miles.engine import KeyRequired
 from miles.session import Engine, SessionBusy
 from tests.session.conftest import make_world, user
+from tests.session.fake import finish
 
 
 async def converse(session, n, start=()):
@@ -18,10 +19,6 @@ async def converse(session, n, start=()):
         reply = await session.chat(messages)
         messages += [reply.message, user(f"output {i}")]
     return messages
-
-
-def finish(session):
-    return session.trajectory(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
 
 
 def test_every_token_of_three_turns_is_accounted_for(world):
@@ -46,9 +43,10 @@ def test_prefix_cache_figures_count_only_what_this_session_had_computed(world):
         first, second = w.service.open("a"), w.service.open("b")
         await converse(first, 2)
         await second.chat([user("hello")])
-        assert (second.turns[0].cached_tokens, second.cacheable_tokens, second.reused_tokens) == (len(second.turns[0].input_ids) - 1, 0, 0)
-        one = len(first.turns[0].input_ids)
-        assert first.cacheable_tokens == first.reused_tokens == one + 5  # the prompt and all sampled tokens but the last
+        t = finish(second)
+        assert (t.cached_tokens, t.cacheable_tokens, t.meta["reused_tokens"]) == (len(second.turns[0].input_ids) - 1, 0, 0)
+        one, t = len(first.turns[0].input_ids), finish(first)
+        assert t.cacheable_tokens == t.meta["reused_tokens"] == one + 5  # the prompt and all sampled tokens but the last
 
     world(scenario)
 
@@ -193,10 +191,9 @@ def test_a_restarted_engine_has_nothing_cached_for_the_session(world):
     async def scenario(w):
         session = w.service.open("k")
         messages = await converse(session, 1)
-        before = session.cacheable_tokens
         w.service.engines.up(Engine(0, w.client))  # another incarnation
         await session.chat(messages)
-        assert session.cacheable_tokens == before and session.moves == 1
+        assert [c.cacheable_tokens for c in session.history.checkpoints] == [0, 0] and session.moves == 1
 
     world(scenario)
 

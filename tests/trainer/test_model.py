@@ -1,12 +1,13 @@
 """The megatron-core model is the Hugging Face model: log-probabilities of every family, packed or not, at a temperature, under replay."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 import worlds
 
 from miles.core import StructureError
-from miles.trainer.batching import Sequence
 from miles.trainer.logprob import token_logprobs
 
 ROUTES = (2, 2, 8)  # MoE layers, K, experts of the tiny Qwen3-MoE
@@ -79,7 +80,7 @@ class ForcedRouting:
 
 
 def with_routes(s, routes):
-    return Sequence(s.tokens, s.loss_mask, s.logprobs, s.versions, routes, s.advantage, s.exact)
+    return replace(s, routes=routes)
 
 
 def test_replaying_the_routes_of_hugging_face_gives_its_logprobs(world, models):
