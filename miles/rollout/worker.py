@@ -192,7 +192,7 @@ class Worker:
         self._samples[session.id] = (group, sample)
         try:
             if self._harness:
-                episode = await run_harness(task, Endpoint(self._server, session, self._harness.max_turns), self._harness)
+                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
             else:
                 episode = await run_episode(task, session.chat, self._limits)
             return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
