@@ -168,10 +168,10 @@ def test_a_reply_cut_by_its_length_that_ended_the_agent_is_an_ending_by_length(a
 
 def test_the_deadline_ends_the_agent_with_all_its_processes(agent_task):
     started = time.monotonic()
-    episode, _ = play(agent_task(), "setsid sleep 300.375 & sleep 300.375", deadline_s=5.0)
+    episode, _ = play(agent_task(), "setsid sleep 347.1425 & sleep 347.1425", deadline_s=5.0)
     assert (episode.finish, episode.turns, episode.reward) == ("deadline", 1, 0.0)
     assert time.monotonic() - started < 25
-    assert "sleep 300.375" not in processes()
+    assert "sleep 347.1425" not in processes()
 
 
 def test_the_deadline_also_ends_an_agent_that_waits_for_its_reply(agent_task):
@@ -248,14 +248,14 @@ def test_an_agent_that_mends_a_refused_request_goes_on(agent_task):
 
 def test_an_episode_can_be_cancelled_and_leaves_nothing(agent_task, tmp_path):
     async def cancelled():
-        running = asyncio.ensure_future(run_harness(agent_task(), Scripted("sleep 300.625"), harness()))
-        await asyncio.to_thread(wait_for, lambda: "sleep 300.625" in processes())
+        running = asyncio.ensure_future(run_harness(agent_task(), Scripted("sleep 347.1825"), harness()))
+        await asyncio.to_thread(wait_for, lambda: "sleep 347.1825" in processes())
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(cancelled())
-    assert "sleep 300.625" not in processes()
+    assert "sleep 347.1825" not in processes()
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_a_fault(agent_task, monkeypatch):
