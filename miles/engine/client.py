@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -54,8 +55,7 @@ class EngineClient:
 
     def __init__(self, url: str, token: str, model_folder: str | Path, *, max_context: int):
         self.url, self.max_context = url.rstrip("/"), max_context
-        self.shape = ModelShape.from_folder(model_folder)
-        self.parameters: Mapping[str, Parameter] = read_parameters(model_folder)
+        self.shape, self._model_folder = ModelShape.from_folder(model_folder), model_folder
         self.version = -1
         self.active = 0  # generation requests now in flight
         self.generated_tokens = 0
@@ -66,6 +66,11 @@ class EngineClient:
         self._nonce, self._counter = secrets.token_hex(4), itertools.count()
         _remove_orphaned_handovers()
         self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The model's tensors by Hugging Face name. Read when first asked for: a client that only generates needs none."""
+        return read_parameters(self._model_folder)
 
     async def close(self) -> None:
         if self._http is not None:

@@ -39,9 +39,9 @@ from typing import Literal, Protocol
 from miles.config import MilesConfig
 from miles.core import ConfigError, EnvironmentFault, StructureError
 from miles.env import relay
-from miles.env.sandbox import APP, CommandLimits, CommandResult, Workspace
+from miles.env.sandbox import APP, CommandResult, Workspace
 from miles.env.tasks import Task
-from miles.env.terminal import Episode, run_tests, shared_sandbox
+from miles.env.terminal import Episode, EpisodeLimits, run_tests, shared_sandbox
 
 MODEL_NAME = "miles"  # agents have to name one; a session has one model
 INSIDE = "/miles"  # relay, job, instruction and socket, as the harness sees them
@@ -79,24 +79,20 @@ class Harness:
     mounts: Mapping[str, Path] = field(default_factory=dict)  # path inside -> path here, read-only
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = 8000
-    max_turns: int = 8
-    deadline_s: float = 3600.0  # wall clock, seconds; the tests have their own
-    command_limits: CommandLimits = field(default_factory=CommandLimits)  # of the tests; memory, processes and file size also of the harness
+    limits: EpisodeLimits = field(default_factory=EpisodeLimits)  # those of commands bind the harness and its commands, except for their seconds and output
 
     @classmethod
     def from_config(cls, config: MilesConfig) -> Harness:
         """Raises ConfigError for something to mount that is not there, or that commands in the sandbox could not reach."""
-        t, r = config.tasks, config.rollout
-        limits = CommandLimits(wall_s=t.command_timeout_s, output_chars=t.output_limit, memory_mb=t.memory_mb, processes=t.processes, file_mb=t.file_mb)
-        return cls(t.harness.command, {inside: _mountable(inside, Path(host)) for inside, host in t.harness.mounts.items()}, dict(t.harness.env),
-                   t.harness.port, r.max_turns, r.deadline_s, limits)
+        h = config.tasks.harness
+        return cls(h.command, {inside: _mountable(inside, Path(host)) for inside, host in h.mounts.items()}, dict(h.env), h.port, EpisodeLimits.from_config(config))
 
     async def check(self) -> str:
         """The program as the sandbox finds it. Raises EnvironmentFault when it, or a Python for the relay, is not there."""
         path = {**_ENV, **self.env}["PATH"]
         look = f"python3 -I -c 'import sys; sys.exit(sys.version_info < (3, 8))' || exit 3; PATH={shlex.quote(path)}; command -v -- {shlex.quote(self.command[0])} || exit 4"
         with Workspace() as workspace:
-            result = await shared_sandbox("bubblewrap").run(look, workspace, self.command_limits, readonly=self.mounts)
+            result = await shared_sandbox(self.limits.sandbox).run(look, workspace, self.limits.command, readonly=self.mounts)
         if result.exit_code == 4:
             raise EnvironmentFault(f"tasks.harness: the sandbox has no {self.command[0]}", "a program under /usr or in tasks.harness.mounts",
                                    "mount it; links have to lead to places that the sandbox shows")
@@ -107,12 +103,12 @@ class Harness:
 
 async def run_harness(task: Task, model: Model, harness: Harness) -> Episode:
     """Let the harness play one task. Raises EnvironmentFault and StructureError where there is no episode (see above)."""
-    sandbox = shared_sandbox("bubblewrap")
+    sandbox, own = shared_sandbox(harness.limits.sandbox), harness.limits.command
     await sandbox.check()  # before anything is asked of the model
-    deadline_s = min(harness.deadline_s, task.agent_timeout_s or math.inf)
-    tests = replace(harness.command_limits, memory_mb=task.memory_mb or harness.command_limits.memory_mb)
+    deadline_s = min(harness.limits.deadline_s, task.agent_timeout_s or math.inf)
+    tests = replace(own, memory_mb=task.memory_mb or own.memory_mb)
     # A task's memory is meant for its commands; it must not keep the harness itself from starting.
-    limits = replace(tests, wall_s=deadline_s, output_chars=4 * relay.KEPT, memory_mb=max(tests.memory_mb, harness.command_limits.memory_mb))
+    limits = replace(own, wall_s=deadline_s, output_chars=4 * relay.KEPT, memory_mb=max(tests.memory_mb, own.memory_mb))
     started = time.monotonic()
     with Workspace(task.start_files) as workspace:
         folder = _job(task, harness, workspace)
@@ -170,7 +166,7 @@ def _job(task: Task, harness: Harness, workspace: Workspace) -> Path:
                                "set TMPDIR to a shorter path")
     url = f"http://127.0.0.1:{harness.port}/v1"
     values = {"url": url, "model": MODEL_NAME, "instruction": task.instruction, "instruction_file": f"{INSIDE}/instruction.md", "workspace": APP,
-              "max_turns": str(harness.max_turns)}
+              "max_turns": str(harness.limits.max_turns)}
     env = {**_ENV, "OPENAI_BASE_URL": url, "OPENAI_API_BASE": url, "OPENAI_API_KEY": "none", **{k: fill(v, values) for k, v in harness.env.items()}}
     job = {"socket": f"{INSIDE}/session", "port": harness.port, "argv": [fill(a, values) for a in harness.command], "env": env}
     for name, text in (("job.json", json.dumps(job)), ("instruction.md", task.instruction + "\n")):

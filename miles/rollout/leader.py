@@ -22,6 +22,7 @@ from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
 from miles.rundir import RunDir
 
 LOOK_S = 1.0  # how often files are looked at without a wake-up
+LOADS_S = 5.0  # how often all ranks are told how busy the engines are
 
 
 def rules_from_config(c: MilesConfig) -> Rules:
@@ -49,7 +50,8 @@ class Leader:
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
         self._urls: dict[int, str] = {}  # rank -> its living engine
-        self._told: dict[int, dict[str, Any]] = {}
+        self._told: dict[int, str] = {}
+        self._told_at = 0.0
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
         """One message of a worker (the leader's own worker included)."""
@@ -59,11 +61,9 @@ class Leader:
                 for group, sample, engine in message["moved"]:
                     self._scheduler.moved(group, sample, engine)
                 self._urls[rank] = message["url"]
-                self._tell_engines()
             case "down":
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)
-                self._tell_engines()
             case "finished":
                 self._scheduler.finished(message["group"], message["sample"], message["cause"])
 
@@ -74,6 +74,7 @@ class Leader:
             self._look()
         for action in self._scheduler.actions():
             await self._carry_out(action)
+        self._tell_engines()
         if time.monotonic() - self._logged > 1.0:
             self._log_queue()
 
@@ -86,10 +87,11 @@ class Leader:
         self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
 
     def _tell_engines(self) -> None:
-        """Every rank must know where its sessions can go when its own engine dies."""
-        table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()}
-        if table != self._told and self._world.size > 1:
-            self._told = table
+        """Every rank must know where its sessions can go when its own engine dies: which engines live, soon; how busy they are, now and then."""
+        since = time.monotonic() - self._told_at
+        if self._world.size > 1 and since > LOOK_S and (self._told != self._urls or since > LOADS_S):
+            self._told, self._told_at = dict(self._urls), time.monotonic()
+            table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()}
             self._world.post_all({"kind": "engines", "table": table})
 
     async def _carry_out(self, action) -> None:

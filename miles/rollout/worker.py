@@ -72,7 +72,8 @@ class Worker:
         self._service = SessionService(self._engines, ChatTokenizer.from_folder(c.model.path, c.model.boundary), SessionLimits.from_config(c),
                                        replay=load_replay(c.rollout.replay), branching=c.rollout.history == "branching", store=store)
         self._server = SessionServer(self._service, run.token)
-        self._others: dict[int, str] = {}  # rank -> URL of its engine, of which this rank has a client
+        self._others: dict[int, EngineClient] = {}  # of other ranks' living engines
+        self._former: list[EngineClient] = []  # of dead ones: a session may still be waiting for its answer
         self._samples: dict[str, tuple[int, int]] = {}  # session -> (group, sample) of the trajectories that run here
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
@@ -96,16 +97,15 @@ class Worker:
     def engines(self, table: dict[int, dict[str, Any]]) -> None:
         """What the leader knows of every rank's living engine: {rank: {"url", "version", "active"}}; `active`: trajectories on it."""
         mine = self._engines.loads()
-        for rank in [r for r in self._others if r not in table]:
-            del self._others[rank]
+        others = {rank: row for rank, row in table.items() if rank != self._rank}
+        for rank in [r for r, client in self._others.items() if r not in others or client.url != others[r]["url"]]:
+            self._former.append(self._others.pop(rank))
             self._engines.down(rank)
-        for rank, row in table.items():
-            if rank != self._rank and self._others.get(rank) != row["url"]:
-                self._others[rank] = row["url"]
-                self._engines.up(Engine(rank, EngineClient(row["url"], self._run.token, self._run.config.model.path,
-                                                           max_context=self._run.config.model.max_context), self._run.config.engine.dp_attention))
-            if rank != self._rank:
-                self._engines.living(rank).client.version = row["version"]
+        for rank, row in others.items():
+            if rank not in self._others:
+                self._others[rank] = self._client(row["url"])
+                self._engines.up(Engine(rank, self._others[rank], self._run.config.engine.dp_attention))
+            self._others[rank].version = row["version"]
         self._engines.report({rank: row["active"] - mine.get(rank, 0) for rank, row in table.items()})
 
     # -- the engine's life ---------------------------------------------------------------------------------------------------
@@ -134,6 +134,8 @@ class Worker:
         finally:
             await self._server.stop()
             lease.release()
+            for other in (*self._others.values(), *self._former):
+                await other.close()
 
     async def _serve(self) -> PortLease:
         """Open the session server. Its sessions wait while there is no engine, and outlive each."""
@@ -144,7 +146,7 @@ class Worker:
     async def _incarnation(self, number: int) -> None:
         c = self._run.config
         url = await self._process.start()
-        client = EngineClient(url, self._run.token, c.model.path, max_context=c.model.max_context)
+        client = self._client(url)
         try:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
@@ -158,6 +160,9 @@ class Worker:
         finally:
             self._engines.down(self._rank)
             await client.close()
+
+    def _client(self, url: str) -> EngineClient:
+        return EngineClient(url, self._run.token, self._run.config.model.path, max_context=self._run.config.model.max_context)
 
     def _moved(self) -> list[tuple[int, int, int]]:
         """(group, sample, rank) of trajectories whose engine is that of another rank."""
@@ -192,7 +197,7 @@ class Worker:
         self._samples[session.id] = (group, sample)
         try:
             if self._harness:
-                episode = await run_harness(task, Endpoint(self._server, session, self._harness.max_turns), self._harness)
+                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
             else:
                 episode = await run_episode(task, session.chat, self._limits)
             return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,

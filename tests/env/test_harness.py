@@ -13,7 +13,14 @@ from aiohttp import web
 
 from miles.config import load_config
 from miles.core import ConfigError, EnvironmentFault, StructureError
-from miles.env import Asked, CommandLimits, Harness, Workspace, run_harness
+from miles.env import (
+    Asked,
+    CommandLimits,
+    EpisodeLimits,
+    Harness,
+    Workspace,
+    run_harness,
+)
 from miles.env import harness as module
 from miles.env.harness import ending, fill
 from miles.env.sandbox import CommandResult
@@ -85,8 +92,8 @@ class Scripted:
 
 
 def harness(*command, **options):
-    options = {"deadline_s": 30.0, "max_turns": 4, "command_limits": CommandLimits(wall_s=2.0), **options}
-    return Harness(command or ("python3", "agent.py", "{url}", "{instruction}"), **options)
+    limits = EpisodeLimits(max_turns=4, deadline_s=options.pop("deadline_s", 30.0), command=CommandLimits(wall_s=2.0))
+    return Harness(command or ("python3", "agent.py", "{url}", "{instruction}"), limits=limits, **options)
 
 
 def play(task, *replies, model=None, **options):
@@ -150,7 +157,7 @@ def test_an_agent_that_asks_for_too_many_turns_is_told_and_stopped(agent_task, m
     started = time.monotonic()
     episode, _ = play(agent_task(stubborn, 'grep -q "!turns" told.txt && grep -q hello out.txt || exit 1'), "echo hello > out.txt", "!turns")
     assert (episode.reward, episode.finish, episode.turns) == (1.0, "turns", 1)
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
 
 
 def test_a_reply_cut_by_its_length_that_ended_the_agent_is_an_ending_by_length(agent_task):
@@ -161,18 +168,18 @@ def test_a_reply_cut_by_its_length_that_ended_the_agent_is_an_ending_by_length(a
 
 def test_the_deadline_ends_the_agent_with_all_its_processes(agent_task):
     started = time.monotonic()
-    episode, _ = play(agent_task(), "setsid sleep 300.375 & sleep 300.375", deadline_s=2.0)
+    episode, _ = play(agent_task(), "setsid sleep 347.1425 & sleep 347.1425", deadline_s=5.0)
     assert (episode.finish, episode.turns, episode.reward) == ("deadline", 1, 0.0)
-    assert time.monotonic() - started < 15
-    assert "sleep 300.375" not in processes()
+    assert time.monotonic() - started < 25
+    assert "sleep 347.1425" not in processes()
 
 
 def test_the_deadline_also_ends_an_agent_that_waits_for_its_reply(agent_task):
-    assert play(agent_task(), "!wait", deadline_s=2.0)[0].finish == "deadline"
+    assert play(agent_task(), "!wait", deadline_s=5.0)[0].finish == "deadline"
 
 
 def test_a_task_may_have_a_shorter_deadline_than_the_run(agent_task):
-    assert play(agent_task(toml="[agent]\ntimeout_sec = 2.0"), "sleep 60")[0].finish == "deadline"
+    assert play(agent_task(toml="[agent]\ntimeout_sec = 5.0"), "sleep 60")[0].finish == "deadline"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +231,7 @@ def test_a_failed_engine_ends_the_episode_at_once_as_a_fault(agent_task):
     started = time.monotonic()
     with pytest.raises(EnvironmentFault, match="the engine died"):
         play(agent_task("import time\n" + patient.replace("ask(messages)", "ask(messages)", 1)), "!fault")
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 25
 
 
 def test_an_agent_that_ends_in_failure_over_a_refused_request_has_no_reward_but_the_reason(agent_task):
@@ -241,14 +248,14 @@ def test_an_agent_that_mends_a_refused_request_goes_on(agent_task):
 
 def test_an_episode_can_be_cancelled_and_leaves_nothing(agent_task, tmp_path):
     async def cancelled():
-        running = asyncio.ensure_future(run_harness(agent_task(), Scripted("sleep 300.625"), harness()))
-        await asyncio.to_thread(wait_for, lambda: "sleep 300.625" in processes())
+        running = asyncio.ensure_future(run_harness(agent_task(), Scripted("sleep 347.1825"), harness()))
+        await asyncio.to_thread(wait_for, lambda: "sleep 347.1825" in processes())
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(cancelled())
-    assert "sleep 300.625" not in processes()
+    assert "sleep 347.1825" not in processes()
 
 
 def test_a_temporary_folder_too_long_for_a_socket_is_a_fault(agent_task, monkeypatch):
@@ -368,9 +375,9 @@ def load(*overrides):
 def test_a_harness_comes_from_the_configuration(tmp_path):
     config = load(*TOML, "tasks.harness.port=9000", 'tasks.harness.env={A = "b"}', "tasks.harness.mounts={'/opt/x' = '/usr/share'}")
     found = Harness.from_config(config)
-    assert (found.command, found.port, found.env, found.max_turns, found.deadline_s) == (("agent", "{url}"), 9000, {"A": "b"}, 5, 180.0)
+    assert (found.command, found.port, found.env) == (("agent", "{url}"), 9000, {"A": "b"})
+    assert found.limits == EpisodeLimits.from_config(config) and found.limits.max_turns == 5
     assert {k: str(v) for k, v in found.mounts.items()} == {"/opt/x": "/usr/share"}
-    assert found.command_limits == CommandLimits(wall_s=5.0, output_chars=400, memory_mb=512, processes=64, file_mb=64)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from miles.core import EnvironmentFault, StructureError
-from miles.env import CommandLimits, Harness, run_harness
+from miles.env import EpisodeLimits, Harness, run_harness
 from miles.rollout.endpoint import Endpoint
 from miles.session import ChatTokenizer, SessionServer
 from tests.engine.tiny import make_tokenizer
@@ -29,7 +29,7 @@ def play(chat, make_task):  # noqa: F811
         s = open_session(chat, **limits)
         s.engine.outputs = [[*chat.encode(r), chat.stop_ids[0]] if isinstance(r, str) else r for r in replies]
         endpoint = Endpoint(SessionServer(s.service, "token"), s.session, max_turns)
-        harness = Harness(("python3", "agent.py", "{url}", "{instruction}"), max_turns=max_turns, deadline_s=30.0, command_limits=CommandLimits())
+        harness = Harness(("python3", "agent.py", "{url}", "{instruction}"), limits=EpisodeLimits(max_turns=max_turns, deadline_s=30.0))
         episode = asyncio.run(run_harness(make_task(test, files={"agent.py": agent}), endpoint, harness))
         return SimpleNamespace(episode=episode, session=s.session, engine=s.engine, asked=endpoint.asked)
 

@@ -47,7 +47,7 @@ def mini(agent_config="/opt/mini-swe/agent.yaml", **changes):
         pytest.fail("no .venv-mini, mini-swe-agent's environment: run tools/mini_swe_env (half a minute)")
     harness = Harness.from_config(load_config("configs/tiny_mini_swe.toml"))
     command = tuple(a.replace("/opt/mini-swe/agent.yaml", agent_config) for a in harness.command)
-    return replace(harness, command=command, deadline_s=600.0, **changes)
+    return replace(harness, command=command, limits=replace(harness.limits, deadline_s=600.0, **changes))
 
 
 def stock(config, model_class, *more):
@@ -60,7 +60,7 @@ def stock(config, model_class, *more):
 def play(chat, task, replies, harness, **options):
     s = open_session(chat, **options)
     s.engine.outputs = [[*chat.encode(r), chat.stop_ids[0]] for r in replies]
-    endpoint = Endpoint(SessionServer(s.service, "token"), s.session, harness.max_turns)
+    endpoint = Endpoint(SessionServer(s.service, "token"), s.session, harness.limits.max_turns)
     episode = asyncio.run(run_harness(task, endpoint, harness))
     leaves = s.session.trajectories(group_id=1, sample=0, task_id="t", reward=episode.reward, finish_reason=episode.finish)
     return SimpleNamespace(episode=episode, trajectory=leaves[0], leaves=leaves, turns=s.engine.answered, session=s.session)
@@ -152,7 +152,7 @@ def test_on_a_real_engine_every_sampled_token_is_the_engines(engine, make_task, 
 
     monkeypatch.setattr(engine.client, "generate", noted)
     session = service.open("k")
-    episode = engine.run(run_harness(make_task("exit 0"), Endpoint(SessionServer(service, "token"), session, harness.max_turns), harness))
+    episode = engine.run(run_harness(make_task("exit 0"), Endpoint(SessionServer(service, "token"), session, harness.limits.max_turns), harness))
     assert episode.finish in ("done", "turns", "length") and episode.turns == len(turns) == len(session.turns) + session.retries
     # Replies of nothing but spaces are no command: the agent drops them, and the next request goes on from before.
     kept = [t for t, later in itertools.pairwise([*turns, None]) if later is None or later.input_ids.tolist()[: len(t.input_ids) + len(t.output_ids)] == tokens(t)]

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from miles.core import StructureError
 from miles.engine import ModelShape, lease_port
 from miles.session import Engines, SessionLimits, SessionService, SessionStore
 from tests.conftest import ROOT
@@ -148,10 +149,9 @@ def test_a_restored_session_is_the_one_that_was_killed(chat, tmp_path_factory, a
                 continue
             if act == "refused":
                 status = session.history
-                try:
+                with pytest.raises(StructureError):
                     await session.chat([user("something else"), {"role": "assistant", "content": "forged"}, user("x")])
-                except Exception as e:
-                    assert type(e).__name__ == "StructureError" and session.history is status
+                assert session.history is status
                 continue
             if act == "retry" and trained:
                 messages, trained = messages[:-2], trained[:-1]
