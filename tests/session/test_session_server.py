@@ -62,6 +62,24 @@ def test_a_conversation_from_opening_to_the_end(served):
     served(scenario)
 
 
+def test_a_conversation_that_forks_ends_with_the_tokens_of_each_leaf(served):
+    async def scenario(w, call):
+        w.service.branching = True
+        _, opened = await call("POST", "/sessions", {})
+        base = f"/sessions/{opened['id']}"
+        _, first = await call("POST", base + "/v1/chat/completions", {"messages": [user("hello")]})
+        for words in ("left", "right"):
+            request = [user("hello"), first["choices"][0]["message"], user(words)]
+            assert (await call("POST", base + "/v1/chat/completions", {"messages": request}))[0] == 200
+        nodes = w.service.sessions[opened["id"]].history.nodes
+        status, done = await call("POST", base + "/finish", {"arrays": True})
+        assert status == 200 and done["leaves"] == 2 and done["exact"] is True and done["branched"] == {"content": 1}
+        assert [a["tokens"] for a in done["arrays"]] == [n.tokens.tolist() for n in nodes[1:]]
+        assert [sum(a["loss_mask"]) for a in done["arrays"]] == [12, 6]  # the first turn is trained in the first leaf
+
+    served(scenario)
+
+
 def test_streaming_sends_the_reply_as_events(served):
     async def scenario(w, call):
         _, opened = await call("POST", "/sessions", {})

@@ -8,7 +8,7 @@ import torch
 import worlds
 
 from miles.config.schema import OptimizerConfig
-from miles.core import MilesError
+from miles.core import MilesError, StructureError
 from miles.trainer.batching import Sequence
 from miles.trainer.step import learning_rate
 
@@ -50,6 +50,12 @@ def test_two_leaves_of_a_rollout_train_what_one_sequence_with_the_same_tokens_tr
         # by leaves instead of rollouts, the sequence reduction would give another loss
         alone = worlds.build(models["llama"], {}, algorithm={"reduction": reduction}).run([changed(s, rollout=i) for i, s in enumerate(split)], number=0)
         assert (abs(alone.loss - got[0].loss) > 1e-3 * abs(got[0].loss)) == (reduction == "sequence")
+
+
+def test_a_rollout_that_is_not_of_this_step_is_refused(world, models):
+    batch = worlds.sequences(2, 24)
+    with pytest.raises(StructureError, match="rollout 2 in a step of 2 sequences"):
+        worlds.build(models["llama"], {}).run([batch[0], changed(batch[1], rollout=2)], number=0)
 
 
 def test_exact_figures_count_exact_trajectories_only(world, models):
