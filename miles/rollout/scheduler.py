@@ -92,6 +92,8 @@ class Scheduler:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
+        self._active: Counter[int] = Counter()  # rank -> how many of them
+        self._complete: list[int] = []  # open groups of which every sample has ended
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
         self._newest_version = -1
@@ -100,6 +102,7 @@ class Scheduler:
         for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id):
             self._open[g.group_id] = _Open(g.task_id, done=set((parts or {}).get(g.group_id, ())))
             self._waiting.extend((g.group_id, s) for s in range(rules.group_size) if s not in self._open[g.group_id].done)
+            self._note_complete(g.group_id)
 
     # -- events --------------------------------------------------------------------------------------------------------------
     def engine_up(self, rank: int, version: int) -> None:
@@ -114,6 +117,8 @@ class Scheduler:
     def moved(self, group_id: int, sample: int, rank: int) -> None:
         """A running sample, whose own engine died, is served by that of `rank` now."""
         if (group_id, sample) in self._running:
+            self._active[self._running[group_id, sample]] -= 1
+            self._active[rank] += 1
             self._running[group_id, sample] = rank
 
     def version_published(self, version: int) -> None:
@@ -121,18 +126,20 @@ class Scheduler:
 
     def finished(self, group_id: int, sample: int, cause: str | None = None) -> None:
         """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`."""
-        self._running.pop((group_id, sample), None)
+        if (rank := self._running.pop((group_id, sample), None)) is not None:
+            self._active[rank] -= 1
         group = self._open.get(group_id)
         if group is None:
             return
         if cause is None:
             group.done.add(sample)
-            return
-        group.tries[sample] = group.tries.get(sample, 0) + 1
-        if group.tries[sample] <= self.rules.retries:
-            self._waiting.appendleft((group_id, sample))
         else:
-            group.lost[sample] = cause
+            group.tries[sample] = group.tries.get(sample, 0) + 1
+            if group.tries[sample] <= self.rules.retries:
+                self._waiting.appendleft((group_id, sample))
+            else:
+                group.lost[sample] = cause
+        self._note_complete(group_id)
 
     # -- decisions -----------------------------------------------------------------------------------------------------------
     def actions(self) -> list[Action]:
@@ -140,15 +147,19 @@ class Scheduler:
         return [*self._closings(), *self._starts_and_assignments()]
 
     def _closings(self) -> Iterable[Action]:
-        for group_id, group in list(self._open.items()):
-            if len(group.done) + len(group.lost) < self.rules.group_size:
-                continue
-            del self._open[group_id]
+        complete, self._complete = self._complete, []
+        for group_id in complete:
+            group = self._open.pop(group_id)
             if len(group.done) >= 2:  # a group of one has no baseline
                 self._sealed.add(group_id)
                 yield Seal(group_id, tuple(sorted(group.done)))
             else:
                 yield Drop(group_id, next(iter(group.lost.values())))
+
+    def _note_complete(self, group_id: int) -> None:
+        group = self._open[group_id]
+        if len(group.done) + len(group.lost) == self.rules.group_size and group_id not in self._complete:
+            self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
         while self._engines and len(self._running) < self.rules.in_flight:
@@ -160,6 +171,7 @@ class Scheduler:
             group_id, sample = self._waiting.popleft()
             rank = self._least_active()
             self._running[group_id, sample] = rank
+            self._active[rank] += 1
             yield Assign(group_id, sample, self._open[group_id].task_id, rank)
 
     def _next_start(self) -> Start | None:
@@ -198,7 +210,7 @@ class Scheduler:
         return min(stale, key=lambda g: g.group_id, default=None)
 
     def _least_active(self) -> int:
-        return min((active, rank) for rank, (_, active) in self.engines().items())[1]
+        return min(self._engines, key=lambda rank: (self._active[rank], rank))
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -209,8 +221,7 @@ class Scheduler:
 
     def engines(self) -> dict[int, tuple[int, int]]:
         """Living rank -> (version its engine serves, trajectories on it)."""
-        active = Counter(self._running.values())
-        return {rank: (version, active[rank]) for rank, version in self._engines.items()}
+        return {rank: (version, self._active[rank]) for rank, version in self._engines.items()}
 
     # -- figures -------------------------------------------------------------------------------------------------------------
     @property
