@@ -45,6 +45,8 @@ def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None
         ("memory", memory, False), ("tasks", tasks, False),
         ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
+    if config.tasks.kind == "harness":
+        checks.append(("harness", harness, True))
     if launcher != "local":
         checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
     if launcher != "slurm":
@@ -177,6 +179,13 @@ def sandbox(config: MilesConfig, site: SiteConfig) -> str:
 
     asyncio.run(Sandbox(config.tasks.sandbox).check())
     return f"{config.tasks.sandbox} runs a command"
+
+
+def harness(config: MilesConfig, site: SiteConfig) -> str:
+    from miles.env.harness import Harness
+
+    program = asyncio.run(Harness.from_config(config).check())
+    return f"the sandbox has {program} and what is mounted"
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------------

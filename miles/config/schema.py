@@ -36,18 +36,32 @@ class ModelConfig(Section):
     max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
 
 
+class HarnessConfig(Section):
+    """An agent program that plays the tasks in place of the built-in loop (`tasks.kind = "harness"`, docs/harnesses.md).
+
+    In `command` and in the values of `env` these are replaced: `{url}` (base URL of the episode's own OpenAI endpoint, ends in /v1), `{model}`, `{instruction}`,
+    `{instruction_file}`, `{workspace}`, `{max_turns}`.
+    """
+
+    command: tuple[str, ...] = Field(min_length=1, description="Program and arguments, run inside the sandbox in the task's working directory. Exit code 0: it is done.")
+    mounts: dict[str, str] = Field(default_factory=dict, description="What it needs, mounted read-only: absolute path inside the sandbox -> folder or file of this machine.")
+    env: dict[str, str] = Field(default_factory=dict, description="Its environment variables, besides or in place of PATH, HOME, LANG, OPENAI_BASE_URL, OPENAI_API_BASE and a placeholder as OPENAI_API_KEY.")
+    port: int = Field(8000, ge=1024, le=65535, description="Port of the endpoint inside the sandbox, on 127.0.0.1; every sandbox has its own.")
+
+
 class TasksConfig(Section):
     """What the model is asked to do."""
 
-    kind: Literal["terminal"] = Field("terminal", description="Environment: `terminal` = shell tasks in a sandbox, tests give the reward.")
+    kind: Literal["terminal", "harness"] = Field("terminal", description="What plays the shell tasks: `terminal` = the built-in loop, `harness` = the program of [tasks.harness]. The task's tests give the reward.")
     path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
-    system_prompt: str = Field("", description="First message of every session; empty: the environment's own.")
+    system_prompt: str = Field("", description="First message of every session; empty: the environment's own. Not with a harness, which has its own.")
     sandbox: Literal["bubblewrap", "unconfined-i-know"] = Field("bubblewrap", description="How commands of the model are confined. `unconfined-i-know` runs them as you, with all your rights.")
-    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run.")
-    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees; the rest is cut with a mark.")
-    memory_mb: int = Field(512, ge=16, description="Address space of a command, MiB.")
-    processes: int = Field(64, ge=1, description="Processes a command may have.")
+    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run. A harness limits its commands itself, within `rollout.deadline_s`.")
+    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees; the rest is cut with a mark. A harness cuts by itself.")
+    memory_mb: int = Field(512, ge=16, description="Address space of each process of a command, or of a harness and its commands, MiB.")
+    processes: int = Field(64, ge=1, description="Processes and threads a command may have, or a harness with its commands.")
     file_mb: int = Field(64, ge=1, description="Largest file a command may write, MiB.")
+    harness: HarnessConfig | None = Field(None, description="The program of `kind = \"harness\"`.")
 
 
 class RolloutConfig(Section):

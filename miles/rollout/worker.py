@@ -24,8 +24,9 @@ from miles.config import MilesConfig
 from miles.core import EnvironmentFault, Role, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.process import PORTS_PER_RANK
-from miles.env import EpisodeLimits, Task, run_episode
+from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
+from miles.rollout.endpoint import Endpoint
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
 from miles.session import (
@@ -60,6 +61,7 @@ class Worker:
         c: MilesConfig = run.config
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
         self._limits = EpisodeLimits.from_config(c)
+        self._harness = Harness.from_config(c) if c.tasks.kind == "harness" else None
         self._host = engine_host(c)
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file,
                                       host=self._host)
@@ -194,7 +196,10 @@ class Worker:
         session = self._service.open(f"g{group:08d}s{sample:03d}", rank=self._rank)
         self._samples[session.id] = (group, sample)
         try:
-            episode = await run_episode(task, session.chat, self._limits)
+            if self._harness:
+                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
+            else:
+                episode = await run_episode(task, session.chat, self._limits)
             return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
                                         meta={"rank": self._rank, "env_s": episode.env_s})
         except StructureError as e:
