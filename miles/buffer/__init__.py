@@ -4,12 +4,12 @@ Owns the storage format and the exactly-once accounting of groups. Must not impo
 """
 
 from miles.buffer.queue import Taken, TrainerQueue
-from miles.buffer.state import BufferState, GroupInfo, Status
+from miles.buffer.state import BufferState, GroupInfo, Status, choose
 from miles.buffer.storage import group_path, read_group, read_summaries, read_trajectory
 from miles.buffer.view import BufferView
 from miles.buffer.writer import BufferWriter, write_part
 
 __all__ = [
-    "BufferState", "BufferView", "BufferWriter", "GroupInfo", "Status", "Taken", "TrainerQueue", "group_path", "read_group",
+    "BufferState", "BufferView", "BufferWriter", "GroupInfo", "Status", "Taken", "TrainerQueue", "choose", "group_path", "read_group",
     "read_summaries", "read_trajectory", "write_part",
 ]

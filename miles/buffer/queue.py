@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles.buffer.state import GroupInfo, Status, staleness
+from miles.buffer.state import GroupInfo, Status, choose
 from miles.buffer.storage import group_path
 from miles.buffer.view import BufferView, journal_name
 from miles.core import Role
@@ -45,19 +45,16 @@ class TrainerQueue:
 
         Groups over the limit are dropped (and journalled as `stale`) whether or not enough fresh ones are there.
         """
-        limit = self._run.config.buffer.max_staleness
-        ready = self.state.ready_in_order()
-        stale = tuple(g for g in ready if staleness(version, g.oldest_version) > limit)
+        fresh, stale = choose(self.state, count, version, self._run.config.buffer.max_staleness)
         for g in stale:
             self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,
                           "oldest_version": g.oldest_version, "tokens": g.tokens, "reward_mean": g.reward_mean})
-        fresh = [g for g in ready if g not in stale][:count]
         if len(fresh) < count:
             self._view.poll()
-            return Taken((), stale) if stale else None
+            return Taken((), tuple(stale)) if stale else None
         self._append({"kind": "taken", "groups": [g.group_id for g in fresh], "step": step, "version": version})
         self._view.poll()
-        return Taken(tuple(fresh), stale)
+        return Taken(tuple(fresh), tuple(stale))
 
     def drop(self, group_id: int, reason: str) -> None:
         """Drop a group whose file does not verify."""

@@ -32,9 +32,10 @@ class GroupInfo:
     ready: bool = False
     ready_order: int = -1
     oldest_version: int = -1
-    trajectories: int = 0
+    trajectories: int = 0  # training sequences: all leaves of all samples
+    samples: int = 0
     tokens: int = 0
-    reward_mean: float = 0.0
+    reward_mean: float = 0.0  # over samples
     dropped: str = ""  # reason
     retried: bool = False  # the rollout side has started a replacement
     step: int | None = None
@@ -52,64 +53,92 @@ class GroupInfo:
 
 
 class BufferState:
-    """Groups by id, folded from records. `apply` is total: an unknown record kind is an error, a repeated record changes nothing."""
+    """Groups by id, folded from records. `apply` is total: an unknown record kind is an error, a repeated record changes nothing.
+
+    Groups are also kept by status, so that the questions of every turn of a loop cost what there is now and not what there ever was.
+    """
 
     def __init__(self):
         self.groups: dict[int, GroupInfo] = {}
         self._ready_count = 0
+        self._next_id = 0
+        self._status: dict[int, Status] = {}
+        self._by_status: dict[Status, dict[int, GroupInfo]] = {s: {} for s in Status}
 
     def apply(self, record: dict[str, Any]) -> None:
+        for group in self._fold(record):
+            before, now = self._status.get(group.group_id), group.status
+            if before is not now:
+                if before is not None:
+                    del self._by_status[before][group.group_id]
+                self._by_status[now][group.group_id] = group
+                self._status[group.group_id] = now
+
+    def _fold(self, record: dict[str, Any]) -> list[GroupInfo]:
+        """Apply it; returns the groups that it touched."""
         kind = record["kind"]
         if kind == "start":
             g = self._group(record["group"])
             g.task_id, g.retry_of = record["task"], record.get("retry_of")
-            if g.retry_of is not None:
-                self._group(g.retry_of).retried = True
-        elif kind == "ready":
+            if g.retry_of is None:
+                return [g]
+            self._group(g.retry_of).retried = True
+            return [g, self._group(g.retry_of)]
+        if kind == "ready":
             g = self._group(record["group"])
             if not g.ready:
                 g.ready, g.ready_order = True, self._ready_count
                 g.task_id, g.oldest_version = record["task"], record["oldest_version"]
-                g.trajectories, g.tokens, g.reward_mean = record["trajectories"], record["tokens"], record["reward_mean"]
+                g.trajectories, g.samples = record["trajectories"], record["samples"]
+                g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
                 self._ready_count += 1
-        elif kind == "drop":
-            self._group(record["group"]).dropped = record["reason"]
-        elif kind == "taken":
-            for i in record["groups"]:
-                self._group(i).step = record["step"]
-        elif kind == "trained":
-            for i in record["groups"]:
-                g = self._group(i)
-                g.step, g.trained = record["step"], True
-        elif kind == "stale":
-            self._group(record["group"]).dropped = "stale"
-        elif kind == "restore":
-            for g in self.groups.values():
-                if g.step is not None and g.step > record["step"]:
-                    g.step, g.trained = None, False
-        else:
-            raise ValueError(f"journal record of unknown kind {kind!r}")
+            return [g]
+        if kind in ("drop", "stale"):
+            g = self._group(record["group"])
+            g.dropped = record["reason"] if kind == "drop" else "stale"
+            return [g]
+        if kind in ("taken", "trained"):
+            groups = [self._group(i) for i in record["groups"]]
+            for g in groups:
+                g.step, g.trained = record["step"], g.trained or kind == "trained"
+            return groups
+        if kind == "restore":
+            undone = [g for g in self.groups.values() if g.step is not None and g.step > record["step"]]
+            for g in undone:
+                g.step, g.trained = None, False
+            return undone
+        raise ValueError(f"journal record of unknown kind {kind!r}")
 
     def _group(self, group_id: int) -> GroupInfo:
-        return self.groups.setdefault(group_id, GroupInfo(group_id))
+        if group_id not in self.groups:
+            self.groups[group_id] = GroupInfo(group_id)
+            self._next_id = max(self._next_id, group_id + 1)
+        return self.groups[group_id]
 
     # -- questions -----------------------------------------------------------------------------------------------------------
     def with_status(self, status: Status) -> list[GroupInfo]:
-        return [g for g in self.groups.values() if g.status is status]
+        return list(self._by_status[status].values())
 
     def ready_in_order(self) -> list[GroupInfo]:
         """Ready groups, first sealed first."""
         return sorted(self.with_status(Status.READY), key=lambda g: g.ready_order)
 
     def counts(self) -> dict[str, int]:
-        c = Counter(g.status for g in self.groups.values())
-        return {s.value: c.get(s, 0) for s in Status}
+        return {s.value: len(self._by_status[s]) for s in Status}
 
     def dropped_by_reason(self) -> dict[str, int]:
-        return dict(Counter(g.dropped for g in self.groups.values() if g.dropped))
+        return dict(Counter(g.dropped for g in self._by_status[Status.DROPPED].values()))
 
     def next_group_id(self) -> int:
-        return max(self.groups, default=-1) + 1
+        return self._next_id
+
+
+def choose(state: BufferState, count: int, version: int, max_staleness: int) -> tuple[list[GroupInfo], list[GroupInfo]]:
+    """(at most `count` ready groups to train at `version`, first sealed first; all ready groups that are too old for it). Pure."""
+    ready = state.ready_in_order()
+    stale = [g for g in ready if staleness(version, g.oldest_version) > max_staleness]
+    fresh = [g for g in ready if staleness(version, g.oldest_version) <= max_staleness]
+    return fresh[:count], stale
 
 
 def staleness(version_being_trained: int, oldest_version: int) -> int:

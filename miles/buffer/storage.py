@@ -1,7 +1,7 @@
 """HDF5 storage of trajectories.
 
-    parts/g00000012s003.h5         one finished trajectory of a group that is still open
-    groups/<2 hex>/g00000012.h5    sealed group: /trajectories/000, /trajectories/001, ...
+    parts/g00000012s003.h5         one finished sample of a group that is still open: its leaves, /trajectories/000, /trajectories/001, ...
+    groups/<2 hex>/g00000012.h5    sealed group: the same of all its samples, in the order of (sample, leaf)
 
 Each trajectory is an HDF5 group with datasets tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T], versions int32 [T] and, unless the
 model is dense, routes uint8 [bytes]: the contiguous blob of `miles.buffer.routes`, whose layers can be read one by one. Scalars are in the
@@ -13,7 +13,7 @@ compress and are stored as they are. Sealing copies the stored bytes of the part
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import h5py
@@ -27,7 +27,7 @@ from miles.rundir.publish import explain_os_errors, fsync_dir, publish_file, tem
 
 _ARRAYS = ("tokens", "loss_mask", "logprobs", "versions")
 _SCALARS = (
-    "group_id", "sample", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
+    "group_id", "sample", "leaf", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
     "prompt_tokens", "seconds", "meta",
 )
 
@@ -42,12 +42,23 @@ def group_path(buffer_dir: Path, group_id: int) -> Path:
     return buffer_dir / "groups" / xxhash.xxh32_hexdigest(name.encode())[:2] / f"{name}.h5"
 
 
-def write_part_file(buffer_dir: Path, trajectory: Trajectory) -> Path:
-    """Publish one trajectory. The same trajectory written twice replaces itself."""
-    final = part_path(buffer_dir, trajectory.group_id, trajectory.sample)
+def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory]) -> Path:
+    """Publish one sample, all its leaves at once. The same sample written twice replaces itself.
+
+    Raises StructureError (cause `leaves`): these are not the leaves of one sample, 0, 1, ..., with one reward and one end.
+    """
+    first = leaves[0]
+    shared = ("group_id", "sample", "task_id", "reward", "finish_reason")
+    for n, t in enumerate(leaves):
+        found, expected = ({k: getattr(x, k) for k in shared} for x in (t, first))
+        if t.leaf != n or found != expected:
+            raise StructureError(f"leaf {t.leaf} of {len(leaves)}, in place {n}: {found}", f"leaf {n} of {expected}", cause="leaves")
+    final = part_path(buffer_dir, first.group_id, first.sample)
     tmp = temp_path(final)
     with explain_os_errors(final), h5py.File(tmp, "w", libver="earliest", locking=False) as f:
-        _write(f.create_group("trajectory"), trajectory)
+        node = f.create_group("trajectories")
+        for n, t in enumerate(leaves):
+            _write(node.create_group(_name(n)), t)
     publish_file(tmp, final)
     return final
 
@@ -65,10 +76,11 @@ def seal_parts(buffer_dir: Path, group_id: int, samples: list[int]) -> int:
     with explain_os_errors(final):
         with h5py.File(tmp, "w", libver="earliest", locking=False) as out:
             out.attrs["group_id"] = group_id
-            out.create_group("trajectories")
-            for n, sample in enumerate(sorted(samples)):
+            node = out.create_group("trajectories")
+            for sample in sorted(samples):
                 with h5py.File(part_path(buffer_dir, group_id, sample), "r", locking=False) as part:
-                    part.copy("trajectory", out["trajectories"], name=f"{n:03d}")
+                    for leaf in _stored(part):
+                        part.copy(leaf, node, name=_name(len(node)))
         with open(tmp, "rb") as f:
             os.fsync(f.fileno())
         try:
@@ -95,7 +107,7 @@ def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
 def read_group(buffer_dir: Path, group_id: int) -> Group:
     """A whole sealed group, digests verified. Raises StructureError (cause `digest`) when bytes do not match."""
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
-        items = tuple(_read(f["trajectories"][k]) for k in sorted(f["trajectories"]))
+        items = tuple(_read(node) for node in _stored(f))
     return Group(group_id, items[0].task_id, items)
 
 
@@ -105,17 +117,24 @@ def read_trajectory(buffer_dir: Path, group_id: int, index: int, layers: slice |
     `layers`: the MoE layers (0 .. L-1) whose routes are read and verified, all by default; `routes` then has these layers alone.
     """
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
-        return _read(f[f"trajectories/{index:03d}"], layers)
+        return _read(f["trajectories"][_name(index)], layers)
 
 
 def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:
     """Scalars of each trajectory plus `oldest_version`, `routes_shape` ([L, K] or None) and `length`, without reading arrays: what
     planning a step needs."""
     with h5py.File(group_path(buffer_dir, group_id), "r", locking=False) as f:
-        return [
-            {**msgspec.json.decode(g.attrs["record"]), "length": len(g["tokens"])}
-            for g in (f["trajectories"][k] for k in sorted(f["trajectories"]))
-        ]
+        return [{**msgspec.json.decode(node.attrs["record"]), "length": len(node["tokens"])} for node in _stored(f)]
+
+
+def _name(index: int) -> str:
+    return f"{index:03d}"
+
+
+def _stored(file: h5py.File) -> Iterator[h5py.Group]:
+    """The trajectories of a file by index. Not by name: the thousandth comes behind, not between 100 and 101."""
+    node = file["trajectories"]
+    return (node[_name(n)] for n in range(len(node)))
 
 
 def _write(node: h5py.Group, t: Trajectory) -> None:

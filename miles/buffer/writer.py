@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from miles.buffer import storage
@@ -10,10 +12,10 @@ from miles.core import Role, Trajectory
 from miles.rundir import JournalWriter, RunDir
 
 
-def write_part(run: RunDir, epoch: int, trajectory: Trajectory) -> None:
-    """Make a finished trajectory durable. Fenced: a rank of an older epoch cannot publish."""
+def write_part(run: RunDir, epoch: int, leaves: Sequence[Trajectory]) -> None:
+    """Make a finished sample durable, all its leaves at once. Fenced: a rank of an older epoch cannot publish."""
     run.check_epoch(Role.ROLLOUT, epoch)
-    storage.write_part_file(run.buffer_dir, trajectory)
+    storage.write_part_file(run.buffer_dir, leaves)
 
 
 class BufferWriter:
@@ -38,12 +40,13 @@ class BufferWriter:
         self.announce(group_id)
 
     def announce(self, group_id: int) -> None:
-        """Journal a sealed group as ready, from what is in its file."""
+        """Journal a sealed group as ready, from what is in its file. `trajectories` and `tokens` count all leaves, `reward_mean` each sample once."""
         items = storage.read_summaries(self._run.buffer_dir, group_id)
+        rewards = {i["sample"]: i["reward"] for i in items}
         self._append({
-            "kind": "ready", "group": group_id, "task": items[0]["task_id"], "trajectories": len(items),
+            "kind": "ready", "group": group_id, "task": items[0]["task_id"], "trajectories": len(items), "samples": len(rewards),
             "oldest_version": min(i["oldest_version"] for i in items), "tokens": sum(i["length"] for i in items),
-            "reward_mean": float(np.mean([i["reward"] for i in items])),
+            "reward_mean": float(np.mean(list(rewards.values()))),
         })
         storage.remove_parts(self._run.buffer_dir, group_id)
 

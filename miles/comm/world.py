@@ -4,7 +4,7 @@ blocks inside MPI: requests are tested between short sleeps. Messages are msgpac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -44,13 +44,15 @@ class World:
 
     def post(self, dest: int, message: dict[str, Any]) -> None:
         """Send without waiting. Order between two ranks is kept."""
-        data = np.frombuffer(msgspec.msgpack.encode(message), dtype=np.uint8)
-        self._pending.append((self.comm.Isend(data, dest, _TAG), data))
-        self._pending = [(r, d) for r, d in self._pending if not r.Test()]
+        self._send(message, [dest])
 
     def post_all(self, message: dict[str, Any]) -> None:
-        for rank in range(self.size):
-            self.post(rank, message)
+        self._send(message, range(self.size))
+
+    def _send(self, message: dict[str, Any], ranks: Iterable[int]) -> None:
+        data = np.frombuffer(msgspec.msgpack.encode(message), dtype=np.uint8)
+        self._pending += [(self.comm.Isend(data, rank, _TAG), data) for rank in ranks]
+        self._pending = [(r, d) for r, d in self._pending if not r.Test()]
 
     def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Messages that have arrived: (source rank, message)."""

@@ -36,20 +36,34 @@ class ModelConfig(Section):
     max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
 
 
+class HarnessConfig(Section):
+    """An agent program that plays the tasks in place of the built-in loop (`tasks.kind = "harness"`, docs/harnesses.md).
+
+    In `command` and in the values of `env` these are replaced: `{url}` (base URL of the episode's own OpenAI endpoint, ends in /v1), `{model}`, `{instruction}`,
+    `{instruction_file}`, `{workspace}`, `{max_turns}`.
+    """
+
+    command: tuple[str, ...] = Field(min_length=1, description="Program and arguments, run inside the sandbox in the task's working directory. Exit code 0: it is done.")
+    mounts: dict[str, str] = Field(default_factory=dict, description="What it needs, mounted read-only: absolute path inside the sandbox -> folder or file of this machine.")
+    env: dict[str, str] = Field(default_factory=dict, description="Its environment variables, besides or in place of PATH, HOME, LANG, OPENAI_BASE_URL, OPENAI_API_BASE and a placeholder as OPENAI_API_KEY.")
+    port: int = Field(8000, ge=1024, le=65535, description="Port of the endpoint inside the sandbox, on 127.0.0.1; every sandbox has its own.")
+
+
 class TasksConfig(Section):
     """What the model is asked to do."""
 
-    kind: Literal["terminal"] = Field("terminal", description="Environment: `terminal` = shell tasks in a sandbox, tests give the reward.")
+    kind: Literal["terminal", "harness"] = Field("terminal", description="What plays the shell tasks: `terminal` = the built-in loop, `harness` = the program of [tasks.harness]. The task's tests give the reward.")
     path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
-    system_prompt: str = Field("", description="First message of every session; empty: the environment's own.")
+    system_prompt: str = Field("", description="First message of every session; empty: the environment's own. Not with a harness, which has its own.")
     sandbox: Literal["confined", "unconfined-i-know"] = Field("confined", description="`confined`: commands of the model run under the launcher that the site profile names. `unconfined-i-know` runs them as you, with all your rights.")
-    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run.")
-    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees, half from its beginning and half from its end; a mark says how many are left out.")
-    memory_mb: int = Field(512, ge=16, description="Address space of one process, and resident memory of all processes of a trajectory together, MiB.")
-    processes: int = Field(64, ge=8, description="Processes and threads that a trajectory may have at once.")
+    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run. A harness limits its commands itself, within `rollout.deadline_s`.")
+    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees, half from its beginning and half from its end; a mark says how many are left out. A harness cuts by itself.")
+    memory_mb: int = Field(512, ge=16, description="Address space of one process, and resident memory of all processes of a trajectory, a harness included, together, MiB.")
+    processes: int = Field(64, ge=8, description="Processes and threads that a trajectory, a harness included, may have at once.")
     file_mb: int = Field(64, ge=1, description="Largest file a command may write, MiB.")
     disk_mb: int = Field(256, ge=1, description="Size of /app, MiB, with at most 128 files for each MiB. It lives in memory: up to twice this per trajectory in flight, as far as it is used.")
     cpu_s: float = Field(600.0, gt=0, description="CPU seconds of a trajectory's commands, all processes together.")
+    harness: HarnessConfig | None = Field(None, description="The program of `kind = \"harness\"`.")
 
 
 class RolloutConfig(Section):
@@ -60,12 +74,14 @@ class RolloutConfig(Section):
     refill: Literal["trajectory", "group"] = Field("trajectory", description="When a slot is refilled: as soon as one trajectory ends, or when a whole group has.")
     max_turns: int = Field(8, ge=1, description="Turns of one trajectory.")
     max_turn_tokens: int = Field(512, ge=1, description="Tokens sampled in one turn.")
-    max_session_tokens: int = Field(8192, ge=8, description="Tokens of one whole trajectory, given and sampled.")
+    max_session_tokens: int = Field(8192, ge=8, description="Tokens of one training sequence, given and sampled.")
     temperature: float = Field(1.0, gt=0, description="Sampling temperature; the trainer divides its logits by the same.")
     top_p: float = Field(1.0, gt=0, le=1.0, description="Nucleus sampling. Only 1.0 keeps rollout and trainer distributions equal; others are refused.")
     turn_deadline_s: float = Field(300.0, gt=0, description="Seconds for one engine reply.")
     deadline_s: float = Field(3600.0, gt=0, description="Seconds for one trajectory; over it, it ends as it is with reason `deadline`.")
     replay: str = Field("loose", pattern=r"^(strict|loose|\w+(\.\w+)+)$", description="How a harness may send earlier messages back: `strict` = unchanged; `loose` = arguments of tool calls equal as JSON, reasoning may be left out; or `package.module.function(held, given) -> bool`. Trained tokens are the same in each case.")
+    history: Literal["linear", "branching"] = Field("linear", description="What becomes of a request that does not go on from a session's last turn (or repeat it): `linear` = refused, one training sequence per sample; `branching` = it goes on from the deepest turn that it still holds, and each conversation kept is a training sequence; a span sampled once is trained once.")
+    max_sessions: int = Field(1024, ge=1, description="Sessions open at once over HTTP on one rollout rank; one more is answered with status 429.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
 
 
@@ -150,7 +166,7 @@ class AlgorithmConfig(Section):
     tis_low: float = Field(0.0, ge=0, description="Truncated importance sampling: weights below are raised to it.")
     tis_high: float = Field(2.0, gt=0, description="Truncated importance sampling: weights above are cut to it.")
     normalize_std: bool = Field(True, description="Divide advantages by the group's standard deviation (off = Dr.GRPO).")
-    reduction: Literal["token", "sequence"] = Field("token", description="Mean over all sampled tokens of the step, or over sequences of their token means.")
+    reduction: Literal["token", "sequence"] = Field("token", description="`token`: mean over all sampled tokens of the step. `sequence`: mean over samples of their token means; the leaves of a branching history are one sample.")
 
 
 class WeightsConfig(Section):
@@ -214,7 +230,9 @@ class MilesConfig(Section):
 
     @model_validator(mode="after")
     def _across_sections(self):
-        from miles.config.rules import problems  # rules are listed in one place; imported late because they read this class
+        from miles.config.rules import (
+            problems,  # rules are listed in one place; imported late because they read this class
+        )
 
         found = problems(self)
         if found:

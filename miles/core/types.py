@@ -71,24 +71,30 @@ class Turn:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One training sequence. Every token is either sampled (mask 1, trained) or given (mask 0)."""
+    """One training sequence: a leaf of one sample's history. Every token is trained (mask 1, sampled here) or given (mask 0).
+
+    A sample with a linear history has one leaf. The leaves of a branching one may share sampled spans; such a span is trained in the first of them
+    and given in the others, so sums over leaves count each trained token once. The figures of turns likewise belong to the leaf that trains the turn.
+    What is known of the sample as a whole (reward, finish_reason, seconds, meta but for reused_tokens) is equal in all its leaves.
+    """
 
     group_id: int
     sample: int  # 0 .. group_size-1
     task_id: str
     tokens: np.ndarray  # int32 [T]
-    loss_mask: np.ndarray  # uint8 [T], 1 = sampled
+    loss_mask: np.ndarray  # uint8 [T], 1 = sampled, and trained in this leaf
     logprobs: np.ndarray  # float32 [T], 0 where loss_mask is 0
     versions: np.ndarray  # int32 [T], NO_VERSION where loss_mask is 0
     routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]; row t = experts that processed token t, a set: any order, ascending from the buffer
     reward: float
-    finish_reason: str  # done | turns | length | deadline
-    turns: int
-    exact: bool  # every token and its KV prefix come from one single weight version
-    cached_tokens: int = 0  # prompt tokens served from the prefix cache, over all turns
+    finish_reason: str  # done | turns | length | deadline | crashed (a harness)
+    turns: int  # that this leaf trains; so are those of the three counts of tokens below
+    exact: bool  # every sampled token, trained here or not, and its KV prefix come from one single weight version
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
     cacheable_tokens: int = 0  # prompt tokens whose KV this engine had already computed for this session
-    prompt_tokens: int = 0  # prompt tokens sent, over all turns
+    prompt_tokens: int = 0  # prompt tokens sent
     seconds: float = 0.0
+    leaf: int = 0  # 0 .. leaves of the sample - 1, in the order of their last answers
     meta: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -113,20 +119,28 @@ class Trajectory:
 
     @property
     def key(self) -> str:
-        return f"g{self.group_id:08d}s{self.sample:03d}"
+        return f"g{self.group_id:08d}s{self.sample:03d}l{self.leaf:03d}"
+
+    @property
+    def sampled_tokens(self) -> int:
+        return int(np.count_nonzero(self.loss_mask))
 
     @property
     def oldest_version(self) -> int:
         return int(self.versions[self.loss_mask.astype(bool)].min())
 
+    @property
+    def newest_version(self) -> int:
+        return int(self.versions.max())
+
 
 @dataclass(frozen=True)
 class Group:
-    """The samples of one prompt that are compared with each other. May hold fewer than `group_size` samples."""
+    """The samples of one prompt that are compared with each other. May hold fewer than `group_size` samples, and several leaves of each."""
 
     group_id: int
     task_id: str
-    trajectories: tuple[Trajectory, ...]
+    trajectories: tuple[Trajectory, ...]  # in the order of (sample, leaf)
 
     def __post_init__(self):
         if not self.trajectories:

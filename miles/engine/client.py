@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
-import json
 import logging
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from miles.core import EnvironmentFault, MilesError, StructureError, Turn
@@ -33,6 +35,13 @@ CONTROL_TIMEOUT_S = 600.0
 HANDOVER = Path("/dev/shm")
 
 
+STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all tokens before
+
+
+class EngineGone(EnvironmentFault):
+    """The engine does not answer at all: nobody listens, or the connection broke. Another engine can take the request."""
+
+
 class KeyRequired(MilesError):
     """A generation request without a routing key: it would have to be sent somewhere at random, and its cached prefix would be lost."""
 
@@ -46,8 +55,7 @@ class EngineClient:
 
     def __init__(self, url: str, token: str, model_folder: str | Path, *, max_context: int):
         self.url, self.max_context = url.rstrip("/"), max_context
-        self.shape = ModelShape.from_folder(model_folder)
-        self.parameters: Mapping[str, Parameter] = read_parameters(model_folder)
+        self.shape, self._model_folder = ModelShape.from_folder(model_folder), model_folder
         self.version = -1
         self.active = 0  # generation requests now in flight
         self.generated_tokens = 0
@@ -59,9 +67,10 @@ class EngineClient:
         _remove_orphaned_handovers()
         self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
 
-    def moved_to(self, url: str) -> None:
-        """The engine was restarted and answers elsewhere; its cache and version are gone."""
-        self.url, self.version = url.rstrip("/"), -1
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The model's tensors by Hugging Face name. Read when first asked for: a client that only generates needs none."""
+        return read_parameters(self._model_folder)
 
     async def close(self) -> None:
         if self._http is not None:
@@ -71,12 +80,14 @@ class EngineClient:
     # -- generation ----------------------------------------------------------------------------------------------------------
     async def generate(
         self, rid: str, input_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, routing_key: str, routes_from: int = 0,
-        extra_key: str = "", dp_rank: int | None = None, deadline_s: float = 300.0,
+        extra_key: str = "", dp_rank: int | None = None, deadline_s: float = 300.0, on_tokens: Callable[[list[int]], None] | None = None,
     ) -> Turn:
-        """Sample one continuation. `routes_from`: first position whose experts are recorded; `extra_key`: namespace of the prefix cache.
+        """Sample one continuation. `routes_from`: first position whose experts are recorded; `extra_key`: namespace of the prefix cache;
+        `on_tokens`: called every few tokens with all that were sampled so far (what counts is the record that is returned).
 
         A reply whose finish_reason is "abort" is returned as it is. Raises KeyRequired without a routing key, StructureError for a request
-        the engine must not see or a reply that contradicts itself, EnvironmentFault (after aborting the request) past `deadline_s`.
+        the engine must not see or a reply that contradicts itself, EnvironmentFault (after aborting the request) past `deadline_s`, and
+        EngineGone when nobody answers.
         """
         if not routing_key:
             raise KeyRequired(f"generation request {rid} has no routing key", "a key, the same for all turns of a session",
@@ -90,10 +101,10 @@ class EngineClient:
         self._wire_rids[rid] = wire_rid
         try:
             async with asyncio.timeout(deadline_s):
-                reply = await self._post("/generate", body, timeout_s=None)
+                reply = await (self._post("/generate", body, timeout_s=None) if on_tokens is None else self._streamed(body, on_tokens))
         except TimeoutError:
             await self._abort(wire_rid)
-            raise EnvironmentFault(f"request {rid} on {self.url} took longer than {deadline_s:g} s and was aborted", f"a reply within {deadline_s:g} s",
+            raise EnvironmentFault(f"request {rid} on {self.url} took longer than {deadline_s:.3g} s and was aborted", f"a reply within {deadline_s:.3g} s",
                                    "raise rollout.turn_deadline_s, or lower rollout.in_flight") from None
         except asyncio.CancelledError:
             await asyncio.shield(self._abort(wire_rid))
@@ -101,7 +112,7 @@ class EngineClient:
         finally:
             self.active -= 1
             self._wire_rids.pop(rid, None)
-        turn = parse_reply(body, reply, self.shape, time.monotonic() - began)
+        turn = parse_reply(body, np.asarray(input_ids, dtype=np.int32), reply, self.shape, time.monotonic() - began)
         self.generated_tokens += len(turn.output_ids)
         self.prompt_tokens += len(turn.input_ids)
         self.cached_tokens += turn.cached_tokens
@@ -215,34 +226,62 @@ class EngineClient:
         """SGLang's /model_info: model_path, weight_version, ..."""
         return await self._request("GET", "/model_info", None, CONTROL_TIMEOUT_S)
 
-    async def healthy(self, timeout_s: float = 30.0) -> bool:
-        """Whether it generates. Cheap when it is busy; otherwise it samples one token (about 1 s)."""
-        try:
-            await self._request("GET", "/health", None, timeout_s)
-        except EnvironmentFault:
-            return False
-        return True
-
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S) -> Any:
         return await self._request("POST", path, body, timeout_s)
 
+    async def _streamed(self, body: dict[str, Any], on_tokens: Callable[[list[int]], None]) -> Any:
+        """`/generate` as server-sent events. The last one is the whole reply, as it comes without streaming."""
+        sampling = {**body["sampling_params"], "stream_interval": STREAM_TOKENS}
+        reply: Any = None
+        async with self._send("POST", "/generate", {**body, "stream": True, "sampling_params": sampling}, None) as response:
+            async for event in _events(response.content):
+                if event == b"[DONE]":
+                    continue
+                reply = msgspec.json.decode(event)
+                if "error" in reply:
+                    raise EnvironmentFault(f"{self.url}/generate: {reply['error']}", "a reply", "read the engine's log")
+                on_tokens(reply["output_ids"])
+        if reply is None or reply["meta_info"].get("finish_reason") is None:
+            raise EngineGone(f"{self.url}/generate: the stream broke off", "an event with a finish reason", "the engine may have died: read its log")
+        return reply
+
     async def _request(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> Any:
+        async with self._send(method, path, body, timeout_s) as response:
+            data = await response.read()
+        answer = msgspec.json.decode(data) if data.startswith((b"{", b"[")) else data.decode()
+        if isinstance(answer, dict) and answer.get("success") is False:
+            raise EnvironmentFault(f"{method} {self.url}{path} answered {str(answer)[:800]}", "success", "read the engine's log")
+        return answer
+
+    @contextlib.asynccontextmanager
+    async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._http is None:
             self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        sent = {} if body is None else {"data": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
         try:
-            async with self._http.request(method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)) as reply:
-                text = await reply.text()
-                answer = json.loads(text) if text.startswith(("{", "[")) else text
-                failed = reply.status >= 400 or (isinstance(answer, dict) and answer.get("success") is False)
-                if failed:
-                    raise EnvironmentFault(f"{method} {self.url}{path} answered {reply.status}: {text[:800]}", "success", "read the engine's log")
-                return answer
+            async with self._http.request(method, self.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s), **sent) as response:
+                if response.status >= 400:
+                    raise EnvironmentFault(f"{method} {self.url}{path} answered {response.status}: {(await response.text())[:800]}", "success",
+                                           "read the engine's log")
+                yield response
         except (aiohttp.ClientError, ConnectionError) as e:
-            raise EnvironmentFault(f"{method} {self.url}{path} failed: {e!r}", "an engine that answers", "the engine may have died: read its log") from e
+            raise EngineGone(f"{method} {self.url}{path} failed: {e!r}", "an engine that answers", "the engine may have died: read its log") from e
         except TimeoutError as e:
             if timeout_s is None:
                 raise  # the caller's own deadline
             raise EnvironmentFault(f"{method} {self.url}{path} did not answer within {timeout_s:g} s", "an answer", "read the engine's log") from e
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The data of server-sent events. By hand, because a line with the routes of a long prompt is longer than aiohttp reads as one."""
+    parts: list[bytes] = []
+    async for chunk in content.iter_any():
+        parts.append(chunk)
+        if b"\n\n" in chunk or chunk.startswith(b"\n"):  # the two may come apart
+            *whole, rest = b"".join(parts).split(b"\n\n")
+            parts = [rest]
+            for event in whole:
+                yield event.removeprefix(b"data: ")
 
 
 def _remove_orphaned_handovers() -> None:

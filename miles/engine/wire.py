@@ -26,6 +26,8 @@ class Sampling:
     max_new_tokens: int
     temperature: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()  # texts that end the turn; their tokens are sampled and stay in the record
+    seed: int | None = None  # obeyed by an engine in deterministic mode alone
     ignore_eos: bool = False
     min_new_tokens: int = 0
 
@@ -38,7 +40,7 @@ def request_body(
 
     Raises StructureError for what the server would answer with an error or die of: an id outside the vocabulary, an empty or too long input.
     """
-    ids = np.asarray(input_ids, dtype=np.int64)
+    ids = np.asarray(input_ids)
     if not len(ids):
         raise StructureError(f"request {rid}: no input token", "at least one", cause="request:empty")
     if ids.min() < 0 or ids.max() >= shape.vocab_size:
@@ -58,6 +60,10 @@ def request_body(
             "skip_special_tokens": False, "no_stop_trim": True,
         },
     }
+    if sampling.stop:
+        body["sampling_params"]["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        body["sampling_params"]["sampling_seed"] = sampling.seed
     if extra_key:
         body["extra_key"] = extra_key
     if shape.moe_layers:
@@ -67,13 +73,12 @@ def request_body(
     return body
 
 
-def parse_reply(body: dict[str, Any], reply: dict[str, Any], shape: ModelShape, seconds: float) -> Turn:
-    """The `Turn` in a reply to `request_body`'s body, exactly as the engine recorded it.
+def parse_reply(body: dict[str, Any], input_ids: np.ndarray, reply: dict[str, Any], shape: ModelShape, seconds: float) -> Turn:
+    """The `Turn` in a reply to `request_body`'s body for `input_ids` (int32 [P], kept as it is), exactly as the engine recorded it.
 
     Raises StructureError (with its cause) when ids, log-probabilities, versions and routes do not fit together.
     """
     meta, rid = reply["meta_info"], body["rid"]
-    inputs = np.asarray(body["input_ids"], dtype=np.int32)
     outputs = np.asarray(reply.get("output_ids") or [], dtype=np.int32)
     n = len(outputs)
 
@@ -82,8 +87,8 @@ def parse_reply(body: dict[str, Any], reply: dict[str, Any], shape: ModelShape, 
 
     if meta["completion_tokens"] != n:
         raise refuse("tokens", f"{n} output ids", f"{meta['completion_tokens']}, its completion_tokens")
-    if meta["prompt_tokens"] != len(inputs):
-        raise refuse("prompt", f"{meta['prompt_tokens']} prompt tokens", f"{len(inputs)}, what was sent")
+    if meta["prompt_tokens"] != len(input_ids):
+        raise refuse("prompt", f"{meta['prompt_tokens']} prompt tokens", f"{len(input_ids)}, what was sent")
     entries = meta.get("output_token_logprobs") or []
     if len(entries) != n or any(e[1] != t for e, t in zip(entries, outputs.tolist(), strict=True)):
         raise refuse("logprobs", f"{len(entries)} log-probabilities, or of other ids than the output's", f"one for each of the {n} output ids")
@@ -94,7 +99,7 @@ def parse_reply(body: dict[str, Any], reply: dict[str, Any], shape: ModelShape, 
     if not isinstance(finish, dict) or finish.get("type") not in ("stop", "length", "abort"):
         raise refuse("finish", f"finish_reason {finish!r}", "type stop, length or abort")
     return Turn(
-        input_ids=inputs, output_ids=outputs, logprobs=logprobs, versions=token_versions(meta, n, rid), finish_reason=finish["type"],
+        input_ids=input_ids, output_ids=outputs, logprobs=logprobs, versions=token_versions(meta, n, rid), finish_reason=finish["type"],
         cached_tokens=int(meta["cached_tokens"]), routes=_routes(body, meta, n, shape), routes_start=body.get("routed_experts_start_len", 0),
         seconds=seconds, extra={"message": finish["message"]} if finish.get("message") else {},
     )

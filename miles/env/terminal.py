@@ -76,10 +76,12 @@ class Episode:
     env_s: float  # seconds spent in commands and tests
 
 
-@cache
-def shared_sandbox(kind: Kind, image: str = "", scratch: Path | None = None) -> Sandbox:
+def shared_sandbox(limits: EpisodeLimits) -> Sandbox:
     """The one sandbox of this process and kind: its self-check runs once."""
-    return Sandbox(kind, image, scratch)
+    return _sandbox(limits.sandbox, limits.image, limits.scratch)
+
+
+_sandbox = cache(Sandbox)
 
 
 async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
@@ -87,7 +89,7 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
 
     Raises EnvironmentFault when the machine fails (sandbox, tests, an aborted reply): such an episode has no reward.
     """
-    sandbox = shared_sandbox(limits.sandbox, limits.image, limits.scratch)
+    sandbox = shared_sandbox(limits)
     if task.memory_mb:
         limits = replace(limits, command=replace(limits.command, memory_mb=task.memory_mb))
     await sandbox.check()  # before the model is asked anything

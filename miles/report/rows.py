@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,14 @@ def finished_trajectories(data: RunData) -> Table:
     }
     order = sorted(last.values())
     return {name: column[order] for name, column in table.items()} if order else {}
+
+
+def mismatches(data: RunData) -> dict[str, dict[str, int]]:
+    """Requests of finished samples that did not go on from the turn before, by what became of them (`branched`, `refused`) and by cause."""
+    table, out = data.tables.get("mismatches"), {}
+    for kind, cause, count in zip(*(table[k].tolist() for k in ("kind", "cause", "count")), strict=True) if table else ():
+        out.setdefault(kind, Counter())[cause] += int(count)
+    return {kind: dict(sorted(out[kind].items())) for kind in sorted(out)}
 
 
 def queue_rows(data: RunData) -> Table:

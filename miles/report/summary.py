@@ -15,7 +15,7 @@ from miles.buffer import Status
 from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
 from miles.report.read import RunData, Table
-from miles.report.rows import clean, finished_trajectories, lineage_rows, queue_rows, spread, weighted_mean
+from miles.report.rows import clean, finished_trajectories, lineage_rows, mismatches, queue_rows, spread, weighted_mean
 
 MOVING_WINDOW = 9  # steps of the moving average, as in the reference case study
 SERIES_POINTS = 400  # points kept of series that have a row a second
@@ -94,9 +94,8 @@ def summarize(data: RunData) -> dict[str, Any]:
 
 # -- figures -----------------------------------------------------------------------------------------------------------------
 def reward(steps: Table) -> dict[str, Any]:
-    """Mean reward of the first and last third of the steps (n // 3 steps each, at least one), each trajectory counting once, with the
-    standard
-    deviation between the steps' means; moving average over 9 steps."""
+    """Mean reward of the first and last third of the steps (n // 3 steps each, at least one), each sample counting once, with the
+    standard deviation between the steps' means; moving average over 9 steps."""
     if not steps:
         return {"first_third": None, "last_third": None, "count": 0}
     means, n = steps["reward_mean"].astype(float), steps["trajectories"].astype(float)
@@ -137,8 +136,8 @@ def logprob_difference(steps: Table) -> dict[str, Any]:
 
 
 def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
-    """Version being trained minus the oldest token's version, at training time. mean over trajectories; `histogram` counts trained
-    trajectories by age (joined from the journal, so it may hold fewer when rollout logs are lost); `waiting_max` looks at the queue now."""
+    """Version being trained minus the oldest token's version, at training time. mean over samples; `histogram` counts trained
+    samples by age (joined from the journal, so it may hold fewer when rollout logs are lost); `waiting_max` looks at the queue now."""
     newest = max(data.lineage.versions.values(), default=None)
     waiting = [staleness(newest, g.oldest_version) for g in data.buffer.ready_in_order()] if newest is not None else []
     out = {"limit": data.config.buffer.max_staleness, "max": None, "mean": None, "histogram": {}, "waiting_max": max(waiting, default=None)}
@@ -239,14 +238,14 @@ def weights(data: RunData, steps: Table) -> dict[str, Any]:
 
 
 def dropped_detail(data: RunData) -> dict[str, Any]:
-    """Length and reward of dropped groups beside those of trained ones: dropping favours short trajectories, this says by how much."""
+    """Mean length of a sequence and reward of a sample, in dropped groups beside trained ones: how much dropping favours short ones."""
 
     def facts(groups):
         known = [g for g in groups if g.trajectories]
         return {
             "groups": len(groups),
             "tokens_mean": np.mean([g.tokens / g.trajectories for g in known]) if known else None,
-            "reward_mean": np.mean([g.reward_mean for g in known]) if known else None,
+            "reward_mean": np.average([g.reward_mean for g in known], weights=[g.samples for g in known]) if known else None,
         }
 
     by_reason: dict[str, list] = {}
@@ -259,14 +258,18 @@ def dropped_detail(data: RunData) -> dict[str, Any]:
 
 
 def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
-    """Every ended trajectory by status (`ok`, `retried:<cause>`, `dropped:<cause>`) and, of the finished ones, by how it ended."""
+    """Every ended sample by status (`ok`, `retried:<cause>`, `dropped:<cause>`) and, of the finished ones, by how it ended; figures of a sample are
+    sums over its leaves."""
     table = data.tables.get("trajectories")
     if not table:
-        return {"count": 0, "status": {}, "finish": {}}
+        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}, "moved": 0}
     return {
         "count": len(table["status"]),
         "status": dict(Counter(table["status"].tolist())),
         "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
+        "mismatches": mismatches(data),
+        "moved": int((ok["moves"] > 0).sum()) if "moves" in ok else 0,  # their engine died, another went on
+        "leaves": spread(ok.get("leaves")),
         "turns": spread(ok.get("turns")),
         "tokens": spread(ok.get("tokens")),
         "seconds": spread(ok.get("seconds")),
@@ -319,9 +322,8 @@ def queue(data: RunData) -> dict[str, Any]:
 
 
 def waits(data: RunData, steps: Table) -> dict[str, Any]:
-    """Which side is the bottleneck. trainer_wait_share: seconds the trainer waited for groups over seconds of its steps, without the
-    first step;
-    rollout_blocked_share: share of the rollout leader's seconds in which a full buffer held it back. The side that waits less is the
+    """Which side is the bottleneck. trainer_wait_share: seconds the trainer waited for groups over seconds of its steps, without the first
+    step; rollout_blocked_share: share of the rollout leader's seconds in which a full buffer held it back. The side that waits less is the
     bottleneck."""
     table = queue_rows(data)
     blocked = float(table["blocked"].mean()) if table else None

@@ -29,6 +29,8 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
         for source, message in world.poll():
             if message["kind"] == "assign":
                 worker.assign(message["group"], message["sample"], message["task"])
+            elif message["kind"] == "engines":
+                worker.engines(message["table"])
             elif message["kind"] == "look":
                 worker.look()
                 if run.finished:

@@ -22,6 +22,7 @@ from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
 from miles.rundir import RunDir
 
 LOOK_S = 1.0  # how often files are looked at without a wake-up
+LOADS_S = 5.0  # how often all ranks are told how busy the engines are
 
 
 def rules_from_config(c: MilesConfig) -> Rules:
@@ -48,14 +49,21 @@ class Leader:
         self._writer = BufferWriter(run, epoch)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
+        self._urls: dict[int, str] = {}  # rank -> its living engine
+        self._told: dict[int, str] = {}
+        self._told_at = 0.0
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
         """One message of a worker (the leader's own worker included)."""
         match message["kind"]:
             case "up":
                 self._scheduler.engine_up(rank, message["version"])
+                for group, sample, engine in message["moved"]:
+                    self._scheduler.moved(group, sample, engine)
+                self._urls[rank] = message["url"]
             case "down":
                 self._scheduler.engine_down(rank)
+                self._urls.pop(rank, None)
             case "finished":
                 self._scheduler.finished(message["group"], message["sample"], message["cause"])
 
@@ -66,6 +74,7 @@ class Leader:
             self._look()
         for action in self._scheduler.actions():
             await self._carry_out(action)
+        self._tell_engines()
         if time.monotonic() - self._logged > 1.0:
             self._log_queue()
 
@@ -76,6 +85,14 @@ class Leader:
         if newest is not None:
             self._scheduler.version_published(newest)
         self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
+
+    def _tell_engines(self) -> None:
+        """Every rank must know where its sessions can go when its own engine dies: which engines live, soon; how busy they are, now and then."""
+        since = time.monotonic() - self._told_at
+        if self._world.size > 1 and since > LOOK_S and (self._told != self._urls or since > LOADS_S):
+            self._told, self._told_at = dict(self._urls), time.monotonic()
+            table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()}
+            self._world.post_all({"kind": "engines", "table": table})
 
     async def _carry_out(self, action) -> None:
         match action:

@@ -11,8 +11,9 @@ decision of the rollout side is here:
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -92,6 +93,9 @@ class Scheduler:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
+        self._active: Counter[int] = Counter()  # rank -> how many of them
+        self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
+        self._complete: list[int] = []  # open groups of which every sample has ended
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
         self._newest_version = -1
@@ -100,34 +104,46 @@ class Scheduler:
         for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id):
             self._open[g.group_id] = _Open(g.task_id, done=set((parts or {}).get(g.group_id, ())))
             self._waiting.extend((g.group_id, s) for s in range(rules.group_size) if s not in self._open[g.group_id].done)
+            self._note_complete(g.group_id)
 
     # -- events --------------------------------------------------------------------------------------------------------------
     def engine_up(self, rank: int, version: int) -> None:
         """The rank's engine serves `version` and may be given work."""
+        if rank not in self._engines:
+            self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
 
     def engine_down(self, rank: int) -> None:
-        """No new work for this rank. Its running samples report their own failure."""
+        """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
+
+    def moved(self, group_id: int, sample: int, rank: int) -> None:
+        """A running sample, whose own engine died, is served by that of `rank` now."""
+        if (group_id, sample) in self._running:
+            self._load(self._running[group_id, sample], -1)
+            self._load(rank, +1)
+            self._running[group_id, sample] = rank
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
 
     def finished(self, group_id: int, sample: int, cause: str | None = None) -> None:
         """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`."""
-        self._running.pop((group_id, sample), None)
+        if (rank := self._running.pop((group_id, sample), None)) is not None:
+            self._load(rank, -1)
         group = self._open.get(group_id)
         if group is None:
             return
         if cause is None:
             group.done.add(sample)
-            return
-        group.tries[sample] = group.tries.get(sample, 0) + 1
-        if group.tries[sample] <= self.rules.retries:
-            self._waiting.appendleft((group_id, sample))
         else:
-            group.lost[sample] = cause
+            group.tries[sample] = group.tries.get(sample, 0) + 1
+            if group.tries[sample] <= self.rules.retries:
+                self._waiting.appendleft((group_id, sample))
+            else:
+                group.lost[sample] = cause
+        self._note_complete(group_id)
 
     # -- decisions -----------------------------------------------------------------------------------------------------------
     def actions(self) -> list[Action]:
@@ -135,15 +151,19 @@ class Scheduler:
         return [*self._closings(), *self._starts_and_assignments()]
 
     def _closings(self) -> Iterable[Action]:
-        for group_id, group in list(self._open.items()):
-            if len(group.done) + len(group.lost) < self.rules.group_size:
-                continue
-            del self._open[group_id]
+        complete, self._complete = self._complete, []
+        for group_id in complete:
+            group = self._open.pop(group_id)
             if len(group.done) >= 2:  # a group of one has no baseline
                 self._sealed.add(group_id)
                 yield Seal(group_id, tuple(sorted(group.done)))
             else:
                 yield Drop(group_id, next(iter(group.lost.values())))
+
+    def _note_complete(self, group_id: int) -> None:
+        group = self._open[group_id]
+        if len(group.done) + len(group.lost) == self.rules.group_size and group_id not in self._complete:
+            self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
         while self._engines and len(self._running) < self.rules.in_flight:
@@ -155,6 +175,7 @@ class Scheduler:
             group_id, sample = self._waiting.popleft()
             rank = self._least_active()
             self._running[group_id, sample] = rank
+            self._load(rank, +1)
             yield Assign(group_id, sample, self._open[group_id].task_id, rank)
 
     def _next_start(self) -> Start | None:
@@ -193,11 +214,17 @@ class Scheduler:
         return min(stale, key=lambda g: g.group_id, default=None)
 
     def _least_active(self) -> int:
-        load = {rank: 0 for rank in self._engines}
-        for rank in self._running.values():
-            if rank in load:
-                load[rank] += 1
-        return min(load, key=lambda r: (load[r], r))
+        """The living rank with the fewest active trajectories, of equals the first."""
+        if len(self._by_load) > 4 * len(self._engines) + 64:
+            self._by_load = [(self._active[rank], rank) for rank in self._engines]
+            heapq.heapify(self._by_load)
+        while (top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]:
+            heapq.heappop(self._by_load)
+        return top[1]
+
+    def _load(self, rank: int, change: int) -> None:
+        self._active[rank] += change
+        heapq.heappush(self._by_load, (self._active[rank], rank))
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -205,6 +232,10 @@ class Scheduler:
         order = list(self._tasks)
         random.Random(f"{self.rules.seed}/{epoch}").shuffle(order)
         return order[index]
+
+    def engines(self) -> dict[int, tuple[int, int]]:
+        """Living rank -> (version its engine serves, trajectories on it)."""
+        return {rank: (version, self._active[rank]) for rank, version in self._engines.items()}
 
     # -- figures -------------------------------------------------------------------------------------------------------------
     @property

@@ -1,37 +1,43 @@
 """One rollout rank: its engine, and the trajectories it is given.
 
+    open the session server
     for each incarnation of the engine:
-        start it  ->  bring it to the newest weights  ->  open the session server  ->  tell the leader "up"
+        start it  ->  bring it to the newest weights  ->  tell the leader "up"
         while it lives: follow new weight versions
-        tell the leader "down"; running trajectories fail by themselves and are assigned elsewhere
+        tell the leader "down"; running trajectories go on with the engine of another rank
 
-A trajectory is one episode of the environment played through a session: every token of it comes from the engine's replies, its
-record is published as a part file, and only then is the leader told.
+A sample is one episode of the environment played through a session: every token of it comes from the engine's replies, its trajectories (one,
+or one for each kept leaf of a branching history) are published as a part file, and only then is the leader told.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import write_part
 from miles.config import MilesConfig, load_site
-from miles.core import EnvironmentFault, StructureError, Trajectory
-from miles.engine import EngineClient, EngineProcess, lease_port
+from miles.core import EnvironmentFault, Role, StructureError, Trajectory
+from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.process import PORTS_PER_RANK
-from miles.env import EpisodeLimits, Task, run_episode
+from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
+from miles.rollout.endpoint import Endpoint
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
 from miles.session import (
     ChatTokenizer,
+    Engine,
+    Engines,
     Session,
     SessionLimits,
     SessionServer,
     SessionService,
+    SessionStore,
     load_replay,
     reproducer,
 )
@@ -42,6 +48,12 @@ KEEP_DROPPED = 20  # reproducers of dropped trajectories that one rank writes
 SESSION_PORTS = 1000  # session servers take ports from engine.port_base + this
 
 
+def engine_host(config: MilesConfig) -> str:
+    """The address that this rank's engine binds: loopback while all ranks share a node, else the node's own, so that sessions of other ranks can move
+    to it."""
+    return "127.0.0.1" if config.cluster.rollout.nodes == 1 else socket.gethostbyname(socket.gethostname())
+
+
 class Worker:
     """Runs until `stop` is called or its engine has died too often."""
 
@@ -49,12 +61,20 @@ class Worker:
         c: MilesConfig = run.config
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
         self._limits = EpisodeLimits.from_config(c, load_site(c.cluster.site))
-        self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file)
+        self._harness = Harness.from_config(c, load_site(c.cluster.site)) if c.tasks.kind == "harness" else None
+        self._host = engine_host(c)
+        self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file,
+                                      host=self._host)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
-        self._tokenizer = ChatTokenizer.from_folder(c.model.path, c.model.boundary)
         self._dropped, self._kept_dropped = run.attempt_dir(attempt) / "dropped", 0
-        self._replay = load_replay(c.rollout.replay)
-        self._service: SessionService | None = None
+        self._engines = Engines()
+        store = SessionStore(run.sessions_dir, rank, epoch, fence=lambda: run.check_epoch(Role.ROLLOUT, epoch))
+        self._service = SessionService(self._engines, ChatTokenizer.from_folder(c.model.path, c.model.boundary), SessionLimits.from_config(c),
+                                       replay=load_replay(c.rollout.replay), branching=c.rollout.history == "branching", store=store)
+        self._server = SessionServer(self._service, run.token)
+        self._others: dict[int, EngineClient] = {}  # of other ranks' living engines
+        self._former: list[EngineClient] = []  # of dead ones: a session may still be waiting for its answer
+        self._samples: dict[str, tuple[int, int]] = {}  # session -> (group, sample) of the trajectories that run here
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping = asyncio.Event(), asyncio.Event()
         self._logged = 0.0
@@ -74,53 +94,80 @@ class Worker:
         self._stopping.set()
         self._look.set()
 
+    def engines(self, table: dict[int, dict[str, Any]]) -> None:
+        """What the leader knows of every rank's living engine: {rank: {"url", "version", "active"}}; `active`: trajectories on it."""
+        mine = self._engines.loads()
+        others = {rank: row for rank, row in table.items() if rank != self._rank}
+        for rank in [r for r, client in self._others.items() if r not in others or client.url != others[r]["url"]]:
+            self._former.append(self._others.pop(rank))
+            self._engines.down(rank)
+        for rank, row in others.items():
+            if rank not in self._others:
+                self._others[rank] = self._client(row["url"])
+                self._engines.up(Engine(rank, self._others[rank], self._run.config.engine.dp_attention))
+            self._others[rank].version = row["version"]
+        self._engines.report({rank: row["active"] - mine.get(rank, 0) for rank, row in table.items()})
+
     # -- the engine's life ---------------------------------------------------------------------------------------------------
     async def run(self) -> None:
         """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times."""
+        lease = await self._serve()
         deaths = 0
-        while not self._stopping.is_set():
-            try:
-                await self._incarnation(deaths)
-            except EnginePoisoned as e:
-                cause = str(e)
-            else:
-                cause = f"the engine ended with status {self._process.returncode}"
-            self._service = None
-            self._report({"kind": "down"})
-            await self._process.stop()
-            if self._stopping.is_set():
-                return
-            deaths += 1
-            if deaths > self._run.config.engine.restarts:
-                raise EnvironmentFault(f"rank {self._rank}: {cause}; that was death {deaths}\n{self._process.log_tail()}",
-                                       f"at most engine.restarts = {self._run.config.engine.restarts} restarts", "read the engine's log")
-            print(f"rank {self._rank}: {cause}; restarting it ({deaths})", flush=True)
+        try:
+            while not self._stopping.is_set():
+                try:
+                    await self._incarnation(deaths)
+                except EnginePoisoned as e:
+                    cause = str(e)
+                else:
+                    cause = f"the engine ended with status {self._process.returncode}"
+                self._engines.down(self._rank)
+                self._report({"kind": "down"})
+                await self._process.stop()
+                if self._stopping.is_set():
+                    return
+                deaths += 1
+                if deaths > self._run.config.engine.restarts:
+                    raise EnvironmentFault(f"rank {self._rank}: {cause}; that was death {deaths}\n{self._process.log_tail()}",
+                                           f"at most engine.restarts = {self._run.config.engine.restarts} restarts", "read the engine's log")
+                print(f"rank {self._rank}: {cause}; restarting it ({deaths})", flush=True)
+        finally:
+            await self._server.stop()
+            lease.release()
+            for other in (*self._others.values(), *self._former):
+                await other.close()
+
+    async def _serve(self) -> PortLease:
+        """Open the session server. Its sessions wait while there is no engine, and outlive each."""
+        lease = lease_port(self._run.config.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
+        publish_bytes(self._url_file, (await self._server.start(lease.port) + "\n").encode())
+        return lease
 
     async def _incarnation(self, number: int) -> None:
         c = self._run.config
         url = await self._process.start()
-        client = EngineClient(url, self._run.token, c.model.path, max_context=c.model.max_context)
+        client = self._client(url)
         try:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
-            service = SessionService(client, self._tokenizer, SessionLimits.from_config(c), dp_ranks=c.engine.dp_attention, replay=self._replay)
-            server = SessionServer(service, self._run.token)
-            lease = lease_port(c.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
-            try:
-                publish_bytes(self._url_file, (await server.start(lease.port) + "\n").encode())
-                self._service = service
-                while self._process.alive and not self._stopping.is_set():
-                    self._report({"kind": "up", "version": weights.version})
-                    await self._wait_look()
-                    await weights.follow()
-                    self._log_engine(client, number)
-            finally:
-                self._service = None
-                await server.stop()
-                lease.release()
+            self._engines.up(Engine(self._rank, client, c.engine.dp_attention))
+            while self._process.alive and not self._stopping.is_set():
+                self._report({"kind": "up", "version": weights.version, "url": url, "moved": self._moved()})
+                await self._wait_look()
+                await weights.follow()
+                self._log_engine(client, number)
         finally:
+            self._engines.down(self._rank)
             await client.close()
+
+    def _client(self, url: str) -> EngineClient:
+        return EngineClient(url, self._run.token, self._run.config.model.path, max_context=self._run.config.model.max_context)
+
+    def _moved(self) -> list[tuple[int, int, int]]:
+        """(group, sample, rank) of trajectories whose engine is that of another rank."""
+        return [(*self._samples[s.id], s.place.engine.rank) for s in self._service.sessions.values()
+                if s.id in self._samples and s.place.engine.rank not in (self._rank, -1)]
 
     async def _wait_look(self) -> bool:
         """Sleep until there may be something new; False when the engine is dead or this rank is to stop."""
@@ -131,55 +178,70 @@ class Worker:
 
     # -- trajectories --------------------------------------------------------------------------------------------------------
     async def _trajectory(self, group: int, sample: int, task: Task) -> None:
-        start, cause, record = time.monotonic(), None, None
+        start, cause, leaves = time.monotonic(), None, []
         try:
-            record = await self._play(group, sample, task)
-            await asyncio.to_thread(write_part, self._run, self._epoch, record)
+            leaves = await self._play(group, sample, task)
+            await asyncio.to_thread(write_part, self._run, self._epoch, leaves)
         except StructureError as e:
             cause = f"dropped:{e.cause}"
         except EnvironmentFault as e:
-            cause = "retried:engine" if not self._process.alive or self._service is None else "retried:environment"
+            cause = "retried:environment" if self._engines.living(self._rank) else "retried:engine"
             print(f"g{group}s{sample} {task.name}: {e}", flush=True)
         if cause and self._stopping.is_set():
             return  # the run is complete and the engine is gone: nobody waits for this one
-        self._log_trajectory(group, sample, task, record, cause, time.monotonic() - start)
+        self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start)
         self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
 
-    async def _play(self, group: int, sample: int, task: Task) -> Trajectory:
-        if self._service is None:
-            raise EnvironmentFault(f"rank {self._rank} has no engine now", "a living engine", "nothing: the sample is assigned again")
-        service = self._service
-        session = service.open(f"g{group:08d}s{sample:03d}")
+    async def _play(self, group: int, sample: int, task: Task) -> list[Trajectory]:
+        session = self._service.open(f"g{group:08d}s{sample:03d}", rank=self._rank)
+        self._samples[session.id] = (group, sample)
         try:
-            episode = await run_episode(task, session.chat, self._limits)
-            return session.trajectory(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
-                                      meta={"rank": self._rank, "env_s": episode.env_s})
+            if self._harness:
+                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
+            else:
+                episode = await run_episode(task, session.chat, self._limits)
+            return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
+                                        meta={"rank": self._rank, "env_s": episode.env_s})
         except StructureError as e:
             self._keep_dropped(session, task, e)
             raise
         finally:
-            service.close(session)
+            self._samples.pop(session.id)
+            self._service.close(session)
 
     def _keep_dropped(self, session: Session, task: Task, error: StructureError) -> None:
         """Write what makes this refusal again to RUN/attempts/NNNN/dropped/SAMPLE.CAUSE.json: the first few of each rank, since one cause repeats."""
         if self._kept_dropped < KEEP_DROPPED:
             self._kept_dropped += 1
             self._dropped.mkdir(exist_ok=True)
-            data = reproducer(session.turns, error, task=task.name, key=session.routing_key, messages=session.history.messages)
+            data = reproducer(session.history, error, task=task.name, key=session.routing_key)
             publish_bytes(self._dropped / f"{session.routing_key}.{error.cause.replace(':', '-')}.json", data)
 
     # -- log -----------------------------------------------------------------------------------------------------------------
-    def _log_trajectory(self, group: int, sample: int, task: Task, t: Trajectory | None, cause: str | None, seconds: float) -> None:
-        sampled = t.versions[t.loss_mask.astype(bool)] if t else None
-        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, reward=t.reward if t else float("nan"),
-                      turns=t.turns if t else 0, tokens=len(t.tokens) if t else 0, sampled_tokens=len(sampled) if t else 0,
-                      prompt_tokens=t.prompt_tokens if t else 0, cached_tokens=t.cached_tokens if t else 0,
-                      cacheable_tokens=t.cacheable_tokens if t else 0, reused_tokens=t.meta["reused_tokens"] if t else 0, seconds=seconds, engine_s=t.meta["engine_s"] if t else 0.0,
-                      env_s=t.meta["env_s"] if t else 0.0, oldest_version=int(sampled.min()) if t else -1,
-                      newest_version=int(sampled.max()) if t else -1, finish=t.finish_reason if t else "", status=cause or "ok")
+    def _log_trajectory(self, group: int, sample: int, task: Task, leaves: Sequence[Trajectory], cause: str | None, seconds: float) -> None:
+        """One row a sample, sums over its leaves; and one for each cause for which its requests did not go on from the turn before."""
+        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, **_figures(leaves), seconds=seconds,
+                      status=cause or "ok")
+        for kind in ("branched", "refused"):
+            for why, count in (leaves[0].meta[f"{kind}_requests"] if leaves else {}).items():
+                self._log.row("mismatches", group_id=group, sample=sample, kind=kind, cause=why, count=count)
 
     def _log_engine(self, client: EngineClient, restarts: int) -> None:
         if time.monotonic() - self._logged > 2.0:
             self._logged = time.monotonic()
             self._log.row("engine", rank=self._rank, active=client.active, version=client.version, generated_tokens=client.generated_tokens,
                           restarts=restarts)
+
+
+def _figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
+    """Columns of the `trajectories` table for a finished sample; without leaves, those of one that did not finish."""
+    first = leaves[0] if leaves else None
+    versions = [v for t in leaves for v in (t.oldest_version, t.newest_version)]
+    return {
+        "reward": first.reward if first else float("nan"), "leaves": len(leaves), "turns": sum(t.turns for t in leaves),
+        "tokens": sum(len(t.tokens) for t in leaves), "sampled_tokens": sum(t.sampled_tokens for t in leaves),
+        "prompt_tokens": sum(t.prompt_tokens for t in leaves), "cached_tokens": sum(t.cached_tokens for t in leaves),
+        "cacheable_tokens": sum(t.cacheable_tokens for t in leaves), "reused_tokens": sum(t.meta["reused_tokens"] for t in leaves),
+        "moves": first.meta["moves"] if first else 0, "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
+        "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1), "finish": first.finish_reason if first else "",
+    }

@@ -7,6 +7,7 @@
     RUN/buffer/                       see miles.buffer
     RUN/weights/v000012/              see miles.weights
     RUN/checkpoints/step_000040/      COMMIT last
+    RUN/sessions/                     see miles.session.store
     RUN/FINISHED                      written by the trainer leader after the last step
 """
 
@@ -49,7 +50,7 @@ class RunDir:
                 continue
         else:
             raise EnvironmentFault(f"a hundred runs named {config.run.name}-{stamp} exist", "a new run directory", "choose another run.name")
-        for sub in ("epochs", "attempts", "buffer/groups", "buffer/parts", "buffer/journal", "weights", "checkpoints", "acks"):
+        for sub in ("epochs", "attempts", "buffer/groups", "buffer/parts", "buffer/journal", "weights", "checkpoints", "acks", "sessions"):
             (path / sub).mkdir(parents=True)
         publish_bytes(path / "token", secrets.token_hex(32).encode(), mode=0o600)
         publish_bytes(path / "run.toml", dump_config(config).encode())
@@ -75,6 +76,10 @@ class RunDir:
     @property
     def acks_dir(self) -> Path:
         return self.path / "acks"
+
+    @property
+    def sessions_dir(self) -> Path:
+        return self.path / "sessions"
 
     @property
     def token_file(self) -> Path:

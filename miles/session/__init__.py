@@ -1,18 +1,20 @@
-"""Token in, token out: tokenization, checkpoints per turn, linear history, assembly into trajectories, and the server that offers it.
+"""Token in, token out: tokenization, checkpoints per turn, linear and branching history, assembly into trajectories, and the server that offers it.
 
 Must not talk to the trainer.
 """
 
+from miles.session.affinity import Engine, Engines
 from miles.session.assemble import (
     Assembled,
+    Leaf,
     assemble,
     assemble_leaves,
     is_exact,
-    to_trajectory,
+    to_trajectories,
 )
 from miles.session.history import Checkpoint, History
 from miles.session.replay import load_replay
-from miles.session.reproducer import read_turns, reproducer
+from miles.session.reproducer import read_history, reproducer
 from miles.session.server import SessionServer
 from miles.session.service import (
     ChatReply,
@@ -20,11 +22,14 @@ from miles.session.service import (
     SessionBusy,
     SessionLimits,
     SessionService,
+    TooManySessions,
 )
+from miles.session.store import SessionStore
 from miles.session.tokenize import ChatTokenizer
 from miles.session.verify import verify
 
 __all__ = [
-    "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "History", "Session", "SessionBusy", "SessionLimits", "SessionServer", "SessionService",
-    "assemble", "assemble_leaves", "is_exact", "load_replay", "read_turns", "reproducer", "to_trajectory", "verify",
+    "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "Engine", "Engines", "History", "Leaf", "Session", "SessionBusy", "SessionLimits",
+    "SessionServer", "SessionService", "SessionStore", "TooManySessions", "assemble", "assemble_leaves", "is_exact", "load_replay", "read_history",
+    "reproducer", "to_trajectories", "verify",
 ]

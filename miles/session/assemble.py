@@ -1,15 +1,15 @@
-"""Turns to one training sequence. Pure: every token is accounted for, or the trajectory is refused with a cause."""
+"""Turns to training sequences. Pure: every token is accounted for, or the sample is refused with a cause."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from miles.core import NO_VERSION, StructureError, Trajectory, Turn
-from miles.session.history import History
+from miles.session.history import Checkpoint, History
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,15 @@ class Assembled:
     logprobs: np.ndarray  # float32 [T]
     versions: np.ndarray  # int32 [T]
     routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A kept conversation of a history and its sequence, in which the turns that an earlier leaf trains are given text."""
+
+    arrays: Assembled
+    turns: tuple[Checkpoint, ...]  # of the whole conversation
+    trained: tuple[Checkpoint, ...]  # those of them that are trained here; the last one always is
 
 
 def assemble(turns: Sequence[Turn]) -> Assembled:
@@ -52,9 +61,10 @@ def assemble(turns: Sequence[Turn]) -> Assembled:
     return Assembled(tokens, mask, logprobs, versions, _join_routes(turns, total))
 
 
-def assemble_leaves(history: History) -> list[Assembled]:
-    """One training sequence for each kept leaf. What several of them share was sampled once and is trained once: in the first of them; in the
-    others it is given text (mask 0), so their losses add up to that of every sampled token of the kept conversations, once.
+def assemble_leaves(history: History) -> list[Leaf]:
+    """One training sequence for each kept leaf, at least one; a linear history has one. What several leaves share was sampled once and is trained
+    once: in the first of them; in the others it is given text (mask 0), so their losses add up to that of every sampled token of the kept
+    conversations, once.
 
     Raises StructureError like `assemble`, and with cause assembly:shared when that does not come out.
     """
@@ -66,12 +76,13 @@ def assemble_leaves(history: History) -> list[Assembled]:
             turn = history.nodes[i].turn
             span = slice(len(turn.input_ids), len(turn.input_ids) + len(turn.output_ids))
             a.loss_mask[span], a.logprobs[span], a.versions[span] = 0, 0.0, NO_VERSION
+        found.append(Leaf(a, tuple(history.nodes[i] for i in path), tuple(history.nodes[i] for i in path if i not in trained)))
         trained.update(path)
-        found.append(a)
-    sampled = sum(len(history.nodes[i].turn.output_ids) for i in trained)
-    if sum(int(a.loss_mask.sum()) for a in found) != sampled:
-        raise StructureError(f"{sum(int(a.loss_mask.sum()) for a in found)} tokens to train in {len(found)} sequences", f"{sampled}, each sampled token once",
-                             cause="assembly:shared")
+    if not found:
+        raise StructureError("no turn", "at least one", cause="assembly:empty")
+    masked, sampled = sum(int(leaf.arrays.loss_mask.sum()) for leaf in found), sum(len(history.nodes[i].turn.output_ids) for i in trained)
+    if masked != sampled:
+        raise StructureError(f"{masked} tokens to train in {len(found)} sequences", f"{sampled}, each sampled token once", cause="assembly:shared")
     return found
 
 
@@ -91,25 +102,28 @@ def _join_routes(turns: Sequence[Turn], total: int) -> np.ndarray | None:
     return np.concatenate([t.routes for t in turns if t.routes is not None])
 
 
-def is_exact(versions: np.ndarray, loss_mask: np.ndarray, opened_at: int) -> bool:
-    """Whether every sampled token and the KV prefix it saw come from one weight version.
+def is_exact(turns: Iterable[Turn], opened_at: int) -> bool:
+    """Whether every token sampled in a conversation and the KV prefix it saw come from one weight version.
 
     The session's prefix cache is a namespace named after `opened_at`, the version served when it was opened, and versions only rise. So if
     all its tokens have that version, no update came before the last of them, and everything in that namespace until then was computed with it.
     """
-    return bool((versions[loss_mask.astype(bool)] == opened_at).all())
+    return all(bool((t.versions == opened_at).all()) for t in turns)
 
 
-def to_trajectory(
-    turns: Sequence[Turn], *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, opened_at: int, cacheable_tokens: int,
-    reused_tokens: int, seconds: float, meta: dict[str, Any] | None = None,
-) -> Trajectory:
-    """A `Trajectory` from a session's turns. `reused_tokens` of the `cacheable_tokens` came from the prefix cache; it is kept in `meta`, because
-    `cached_tokens` also counts prefixes that other sessions had computed. Raises StructureError like `assemble`."""
-    s = assemble(turns)
-    return Trajectory(
-        group_id=group_id, sample=sample, task_id=task_id, tokens=s.tokens, loss_mask=s.loss_mask, logprobs=s.logprobs, versions=s.versions,
-        routes=s.routes, reward=reward, finish_reason=finish_reason, turns=len(turns), exact=is_exact(s.versions, s.loss_mask, opened_at),
-        cached_tokens=sum(t.cached_tokens for t in turns), cacheable_tokens=cacheable_tokens, prompt_tokens=sum(len(t.input_ids) for t in turns),
-        seconds=seconds, meta={**(meta or {}), "reused_tokens": reused_tokens},
-    )
+def to_trajectories(
+    history: History, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, opened_at: int, seconds: float,
+    meta: dict[str, Any] | None = None,
+) -> list[Trajectory]:
+    """The trajectories of a sample, one for each kept leaf. How many of the `cacheable_tokens` came from the prefix cache is kept in `meta` as
+    reused_tokens, because `cached_tokens` also counts prefixes that other sessions had computed. Raises StructureError like `assemble_leaves`."""
+    return [
+        Trajectory(
+            group_id=group_id, sample=sample, leaf=n, task_id=task_id, tokens=leaf.arrays.tokens, loss_mask=leaf.arrays.loss_mask,
+            logprobs=leaf.arrays.logprobs, versions=leaf.arrays.versions, routes=leaf.arrays.routes, reward=reward, finish_reason=finish_reason,
+            turns=len(leaf.trained), exact=is_exact((c.turn for c in leaf.turns), opened_at), cached_tokens=sum(c.turn.cached_tokens for c in leaf.trained),
+            cacheable_tokens=sum(c.cacheable_tokens for c in leaf.trained), prompt_tokens=sum(len(c.turn.input_ids) for c in leaf.trained),
+            seconds=seconds, meta={**(meta or {}), "reused_tokens": sum(c.reused_tokens for c in leaf.trained)},
+        )
+        for n, leaf in enumerate(assemble_leaves(history))
+    ]

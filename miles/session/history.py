@@ -29,11 +29,14 @@ class Checkpoint:
     reply: Message
     turn: Turn
     parent: int = ROOT  # index of the turn it goes on from
+    line: np.ndarray | None = None  # int32 [P+N], the turn's tokens where they lie already end to end
+    cacheable_tokens: int = 0  # prompt tokens whose KV the engine had already computed for this session
+    reused_tokens: int = 0  # of those, how many came from its prefix cache
 
     @property
     def tokens(self) -> np.ndarray:
         """int32 [P+N], everything up to and including this reply."""
-        return np.concatenate([self.turn.input_ids, self.turn.output_ids])
+        return self.line if self.line is not None else np.concatenate([self.turn.input_ids, self.turn.output_ids])
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -88,6 +91,12 @@ class History:
         nodes = (*self.nodes, replace(checkpoint, parent=self.head))
         return replace(self, nodes=nodes, head=len(nodes) - 1)
 
+    def root(self, node: int) -> int:
+        """The first turn of the conversation that holds turn `node`."""
+        while self.nodes[node].parent != ROOT:
+            node = self.nodes[node].parent
+        return node
+
     def leaves(self) -> tuple[int, ...]:
         """The last turns of the conversations that are kept, in the order of their answers. A turn that was asked again with the same messages,
         and not continued, is not: the harness did not take that answer."""
@@ -103,14 +112,14 @@ class History:
         """What a request with these messages (the whole conversation) continues.
 
         Linear: the last turn, or the one before it (a retry of the last turn, which also may roll back to the empty history). Anything else
-        raises StructureError, cause "history:" and what differs. Branching: always the deepest turn it holds; replies that were not sampled
+        raises StructureError, cause "history:" and what differs. The first request may bring replies as examples; they are given text. Branching: always the deepest turn it holds; replies that were not sampled
         here are given text. A turn cut by length can be retried, not continued; a branch holds it as given text.
         """
         node, at, cause, problem = self._walk(request, same)
         if self.branching:
             return self._branch(request, node, at, cause)
         appended = tuple(request[at:])
-        foreign = any(m["role"] == "assistant" for m in appended)
+        foreign = any(m["role"] == "assistant" for m in appended) and not (node == ROOT and self._begins_with_examples(appended, same))
         if cause == "truncated":
             raise StructureError(f"{problem} and cannot be continued", "a turn that ended with a stop token", "end the session, or retry that turn",
                                  cause="history:truncated")
@@ -124,6 +133,14 @@ class History:
         if node == self.head:
             return Match(self, appended)
         return Match(replace(self, nodes=self.nodes[:-1], head=node), appended, "retry")
+
+    def _begins_with_examples(self, appended: Sequence[Message], same: Replay) -> bool:
+        """Whether replies in a first request are a prompt's examples: there was no turn yet, or the turn that is retried had the same."""
+        if not self.nodes:
+            return appended[-1]["role"] != "assistant"
+        last = max(i for i, m in enumerate(appended) if m["role"] == "assistant")
+        held = self.nodes[0].appended
+        return len(held) > last and len(appended) > last + 1 and not any(same(h, g) for h, g in zip(held[: last + 1], appended, strict=False))
 
     def _walk(self, request: Sequence[Message], same: Replay) -> tuple[int, int, str, str]:
         """(deepest turn all of whose messages the request holds and has more after, how many messages that are, why not deeper in a word,
@@ -164,15 +181,43 @@ class History:
         return Match(replace(self, head=node), tuple(request[at:]), "" if node == self.head else cause or "rewind")
 
 
+IGNORED_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "provider_specific_fields", "cache_control"})
+"""Keys of a message that clients add and that no chat template reads."""
+
+
 def check_messages(request: Any) -> list[Message]:
-    """The request's messages, validated. Raises StructureError (cause "history:message") for anything but role and string content, which only a
-    reply with tool calls may lack."""
+    """The request's messages, validated and in one form: content is text (text parts are joined by a newline), `developer` is `system`, keys that
+    say nothing are left out. Raises StructureError (cause "history:message"), and for parts that are no text "request:content-part"."""
     if not isinstance(request, (list, tuple)) or not request:
         raise StructureError(f"messages = {request!r:.80}", "a list with at least one message", cause="history:message")
-    for i, m in enumerate(request):
-        if not isinstance(m, dict) or m.get("role") not in ("system", "user", "assistant", "tool") or not _has_content(m):
-            raise StructureError(f"messages[{i}] = {m!r:.120}", "role (system, user, assistant, tool) and content (a string)", cause="history:message")
-    return list(request)
+    return [_checked(i, m) for i, m in enumerate(request)]
+
+
+def _checked(i: int, m: Any) -> Message:
+    if not isinstance(m, dict) or m.get("role") not in _ROLES:
+        raise StructureError(f"messages[{i}] = {m!r:.120}", f"role ({', '.join(_ROLES)}) and content", cause="history:message")
+    content, role = m.get("content"), m["role"]
+    if role == "developer" or isinstance(content, list) or not IGNORED_KEYS.isdisjoint(m) or (content is None and role == "assistant"):
+        m = {k: v for k, v in m.items() if k not in IGNORED_KEYS}
+        m["role"] = "system" if role == "developer" else role
+        if isinstance(content, list):
+            m["content"] = "\n".join(_text_of(i, part) for part in content)
+        elif content is None and not m.get("tool_calls"):
+            m["content"] = ""
+    if not _has_content(m):
+        raise StructureError(f"messages[{i}] = {m!r:.120}", "content (text, or text parts); only a reply with tool calls may lack it", cause="history:message")
+    return m
+
+
+def _text_of(i: int, part: Any) -> str:
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+    raise StructureError(f"messages[{i}] has a content part of type {kind!r}", 'parts {"type": "text", "text": ...}; this model sees text alone',
+                         cause="request:content-part")
+
+
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def _has_content(message: Message) -> bool:

@@ -1,4 +1,4 @@
-"""Sessions over one engine: messages in, replies out, the engine's tokens kept as they came."""
+"""Sessions: messages in, replies out, the engine's tokens kept as they came."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -14,16 +15,26 @@ from jinja2 import TemplateError
 
 from miles.config import MilesConfig
 from miles.core import EnvironmentFault, MilesError, StructureError, Trajectory, Turn
-from miles.engine import EngineClient, KeyRequired, Sampling
-from miles.session.assemble import to_trajectory
-from miles.session.history import Checkpoint, History, Message, check_messages
+from miles.engine import EngineGone, KeyRequired, Sampling
+from miles.session.affinity import NOWHERE, Engines, Place
+from miles.session.assemble import to_trajectories
+from miles.session.history import Checkpoint, History, Match, Message, check_messages
 from miles.session.replay import Replay, strict
+from miles.session.store import Answered, Closed, Opened, SessionStore
+from miles.session.stream import ReplyStream
 from miles.session.tokenize import ChatTokenizer
+from miles.session.tokens import TokenLine
 from miles.session.tools import check_tools, parse_calls
+
+ENGINES_A_TURN = 3  # engines that may die under one turn before it fails
 
 
 class SessionBusy(MilesError):
     """A second request came while one was running: a session has one line of conversation."""
+
+
+class TooManySessions(MilesError):
+    """The server has as many sessions as it may."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,13 @@ class SessionLimits:
     max_turn_tokens: int
     turn_deadline_s: float
     temperature: float
+    max_sessions: int = 1024  # open at once over HTTP
+    deadline_s: float = 3600.0  # of a session over HTTP
 
     @classmethod
     def from_config(cls, config: MilesConfig) -> SessionLimits:
         r = config.rollout
-        return cls(r.max_session_tokens, r.max_turn_tokens, r.turn_deadline_s, r.temperature)
+        return cls(r.max_session_tokens, r.max_turn_tokens, r.turn_deadline_s, r.temperature, r.max_sessions, r.deadline_s)
 
 
 @dataclass(frozen=True)
@@ -62,23 +75,24 @@ class ChatReply:
 
 
 class Session:
-    """One conversation with one engine. Made by `SessionService.open`."""
+    """One conversation. Made by `SessionService.open`."""
 
-    def __init__(self, service: SessionService, session_id: str, routing_key: str, opened_at: int, dp_rank: int | None):
-        self.id, self.routing_key, self.opened_at, self.dp_rank = session_id, routing_key, opened_at, dp_rank
-        self.history = History()
+    def __init__(self, service: SessionService, session_id: str, routing_key: str, opened_at: int, place: Place, *, durable: bool, wall: float):
+        self.id, self.routing_key, self.opened_at, self.place, self.durable = session_id, routing_key, opened_at, place, durable
+        self.history = History(branching=service.branching)
         self.retries = 0  # turns that were rolled back
+        self.moves = 0  # engines that died under it
         self.refused: Counter[str] = Counter()  # requests that did not continue this session, by cause
+        self.branched: Counter[str] = Counter()  # answered requests that did not go on from the turn before, by cause
         self.engine_s = 0.0
-        self.cacheable_tokens = 0  # prompt tokens this engine had already computed for this session, over all turns
-        self.reused_tokens = 0  # of those, how many came from its prefix cache
-        self.opened = time.monotonic()
+        self.opened = wall  # unix seconds
         self._service = service
         self._busy = False
         self._requests = 0
-        self._tools: list[dict[str, Any]] | None = None  # of the first turn, and so of all
-        self._computed = np.zeros(0, dtype=np.int32)  # tokens of the last request whose KV the engine has
-        self._computed_at = ""  # URL of the engine that has it
+        self._tools: dict[int, list[dict[str, Any]] | None] = {}  # of each first turn, and so of all that go on from it
+        self._line = TokenLine()
+        self._computed: list[np.ndarray] = []  # int32, tokens of earlier requests whose KV the engine has, without those that later ones extend
+        self._computed_at: Place | None = None  # who has them
 
     @property
     def turns(self) -> tuple[Turn, ...]:
@@ -90,31 +104,48 @@ class Session:
         last = self.history.last
         return len(last.turn.input_ids) + len(last.turn.output_ids) if last else 0
 
-    async def chat(self, messages: list[Message], max_tokens: int | None = None, tools: list[dict[str, Any]] | None = None) -> ChatReply:
+    async def chat(self, messages: list[Message], max_tokens: int | None = None, tools: list[dict[str, Any]] | None = None, *,
+                   stop: Sequence[str] = (), seed: int | None = None, on_delta: Callable[[dict[str, str]], None] | None = None) -> ChatReply:
         """Answer a conversation that continues this session (see `History.match`; all messages, not only the new ones).
 
-        With `tools` (OpenAI's format, the same in every turn) the template shows them to the model and its calls are parsed. Nothing of the
-        session changes unless a reply came. Raises StructureError for messages that do not continue it, SessionBusy for a second request at
-        the same time, EnvironmentFault when the engine fails, aborts or takes longer than the turn's deadline.
+        With `tools` (OpenAI's format, the same in every turn of a conversation) the template shows them to the model and its calls are parsed.
+        `stop`: texts that end the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is
+        sampled.
+        Nothing of the session changes unless a reply came, and in a durable session it is on disk before this returns. Raises StructureError for
+        messages that do not continue it, SessionBusy for a second request at the same time, EnvironmentFault when the engine fails, aborts or takes
+        longer than the turn's deadline.
         """
         if self._busy:
             raise SessionBusy(f"session {self.id} is answering another request", "one request at a time", "wait for its reply")
         self._busy = True
+        commit = None
         try:
-            return await self._chat(messages, max_tokens, tools)
+            match, reply, checkpoint = await self._answer(check_messages(messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
+            if checkpoint is not None:
+                # Whoever gives up from here on finds the turn in the session: on disk and in memory it is the same.
+                commit = asyncio.ensure_future(self._commit(match, checkpoint, tools or None))
+                await asyncio.shield(commit)
+            return reply
         except StructureError as e:
             self.refused[e.cause] += 1
             raise
         finally:
-            self._busy = False
+            if commit is None or commit.done():
+                self._busy = False
+            else:
+                commit.add_done_callback(self._free)
 
-    async def _chat(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None) -> ChatReply:
+    def _free(self, _commit: asyncio.Future) -> None:
+        self._busy = False
+
+    async def _answer(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None, stop: tuple[str, ...], seed: int | None,
+                      on_delta: Callable[[dict[str, str]], None] | None) -> tuple[Match, ChatReply, Checkpoint | None]:
         service, limits, chat = self._service, self._service.limits, self._service.chat_tokenizer
-        tools = check_tools(tools)
-        kept, appended, _ = self.history.match(check_messages(messages), service.replay)
+        match = self.history.match(messages, service.replay)
+        kept, appended = match.kept, match.appended
         last = kept.last
-        if last and tools != self._tools:
-            raise StructureError("the tools of this request are not those of the session's first turn, which stand in its prompt",
+        if last and tools != self._tools[kept.root(kept.head)]:
+            raise StructureError("the tools of this request are not those of the conversation's first turn, which stand in its prompt",
                                  "the same tools in every turn", "open another session for other tools", cause="history:tools")
         before = last.tokens if last else np.zeros(0, dtype=np.int32)
         try:
@@ -122,90 +153,192 @@ class Session:
         except TemplateError as e:
             raise StructureError(f"the chat template refuses these messages: {e}", "a conversation that this model's template can write",
                                  cause="request:template") from e
-        input_ids = np.concatenate([before, np.asarray(new, dtype=np.int32)])
-        room = min(limits.max_turn_tokens, limits.max_session_tokens - len(input_ids), max_tokens or limits.max_turn_tokens)
+        room = min(limits.max_turn_tokens, limits.max_session_tokens - len(before) - len(new), max_tokens or limits.max_turn_tokens)
         if room < 1:
-            return ChatReply("", "length", None)
+            return match, ChatReply("", "length", None), None
+        input_ids = self._line.extend(before, new)
+        stream = None if on_delta is None else ReplyStream(chat, stop, bool(tools), on_delta)
+        sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=chat.stop_ids, stop=stop, seed=seed)
+        turn = await self._generate(input_ids, sampling, max(len(before) - 1, 0), stream)
+        reply = await self._read(kept, turn, tools, stop)
+        if stream is not None:
+            stream.finish(reply.message)
+        return match, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids))
 
-        self._requests += 1
-        turn = await service.client.generate(
-            f"{self.id}.{self._requests}", input_ids,
-            Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=chat.stop_ids),
-            routing_key=self.routing_key, routes_from=max(len(before) - 1, 0), extra_key=f"v{self.opened_at}", dp_rank=self.dp_rank,
-            deadline_s=limits.turn_deadline_s,
-        )
+    async def _generate(self, input_ids: np.ndarray, sampling: Sampling, routes_from: int, stream: ReplyStream | None) -> Turn:
+        """One turn from the session's engine; from another, with the same tokens, when that one has died."""
+        limits, deaths = self._service.limits, 0
+        deadline = time.monotonic() + limits.turn_deadline_s
+        while True:
+            await self._settle(deadline)
+            self._requests += 1
+            try:
+                turn = await self.place.engine.client.generate(
+                    f"{self.id}.{self._requests}", input_ids, sampling, routing_key=self.routing_key, routes_from=routes_from,
+                    extra_key=f"v{self.opened_at}", dp_rank=self.place.dp_rank, deadline_s=deadline - time.monotonic(), on_tokens=stream and stream.feed)
+                break
+            except EngineGone:
+                deaths += 1
+                if deaths >= ENGINES_A_TURN or (stream is not None and stream.started):
+                    raise  # what a client has already seen cannot be taken back
+                await self._service.engines.lost(self.place.engine)
         self.engine_s += turn.seconds
         if turn.finish_reason == "abort" or not len(turn.output_ids):
             raise EnvironmentFault(f"session {self.id}: the engine aborted the turn after {len(turn.output_ids)} tokens {turn.extra}",
                                    "a reply that ends by itself or by length", "start the trajectory again")
-        self._account_prefix(input_ids, turn)
-        reply = await self._read(kept, turn, tools)
-        self.retries += len(self.history.nodes) - len(kept.nodes)
-        self.history, self._tools = kept.add(Checkpoint(appended, reply.message, turn)), tools
-        return reply
+        return turn
 
-    async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None) -> ChatReply:
+    async def _settle(self, deadline: float) -> None:
+        """Move to a living engine if this session's is dead, waiting for one until `deadline`."""
+        try:
+            async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
+                place = await self._service.engines.settle(self.place)
+        except TimeoutError:
+            raise EnvironmentFault(f"session {self.id}: no engine lived within {self._service.limits.turn_deadline_s:g} s", "a living engine",
+                                   "read the engines' logs") from None
+        self.moves += place is not self.place
+        self.place = place
+
+    async def _commit(self, match: Match, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
+        kept, turn = match.kept, checkpoint.turn
+        if self._computed_at != self.place:
+            self._computed, self._computed_at = [], self.place
+        shared = [_common_prefix(earlier, turn.input_ids) for earlier in self._computed]
+        # The engine computes at least the last input token anew, and never the last one it sampled.
+        cacheable = min(max(shared, default=0), len(turn.input_ids) - 1)
+        checkpoint = replace(checkpoint, cacheable_tokens=cacheable, reused_tokens=min(turn.cached_tokens, cacheable))
+        retries = self.retries + len(self.history.nodes) - len(kept.nodes)
+        branched = self.branched + Counter([match.cause] if match.cause and kept.branching else [])
+        if self.durable:
+            before = len(kept.last.tokens) if kept.last else 0
+            counters = {"retries": retries, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused), "branched": dict(branched)}
+            await self._service.store.append(to_record(self.id, kept, checkpoint, before, tools if kept.last is None else None, counters))
+        self.retries, self.branched = retries, branched
+        self._computed = [*(earlier for earlier, n in zip(self._computed, shared, strict=True) if n < len(earlier)), checkpoint.tokens[:-1]]
+        self._add(kept, checkpoint, tools)
+
+    def _add(self, kept: History, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
+        self.history = kept.add(checkpoint)
+        if kept.last is None:
+            self._tools[self.history.head] = tools
+
+    def restore(self, turns: list[Answered]) -> None:
+        """Continue from what a predecessor wrote. Its engine's cache is gone."""
+        for record in turns:
+            kept = History(self.history.nodes[: record.kept], record.parent, self.history.branching)
+            before = kept.last.tokens if kept.last else np.zeros(0, dtype=np.int32)
+            inputs = self._line.extend(before, np.frombuffer(record.new_ids, dtype=np.int32))
+            turn = to_turn(record, inputs)
+            checkpoint = Checkpoint(tuple(record.appended), record.reply, turn, line=self._line.extend(inputs, turn.output_ids),
+                                    cacheable_tokens=record.cacheable, reused_tokens=record.reused)
+            self._add(kept, checkpoint, record.tools)
+            for name, value in record.counters.items():
+                setattr(self, name, Counter(value) if isinstance(value, dict) else value)
+
+    async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> ChatReply:
         """What the turn's tokens say: reasoning, content, tool calls. A reply that was cut has no calls."""
         chat = self._service.chat_tokenizer
-        reasoning, content = chat.split_reasoning(chat.text(turn.output_ids))
+        reasoning, content = chat.split_reasoning(before_stop(chat.text(turn.output_ids), stop))
         if not tools or turn.finish_reason != "stop":
             return ChatReply(content, turn.finish_reason, turn, reasoning=reasoning)
         earlier = sum(len(m.get("tool_calls") or ()) for m in kept.messages)
         content, calls = await asyncio.to_thread(parse_calls, content, tools, chat.boundary, earlier)  # a thread: the first call imports SGLang
         return ChatReply(content, "tool_calls" if calls else turn.finish_reason, turn, tuple(calls), reasoning)
 
-    def _account_prefix(self, input_ids: np.ndarray, turn: Turn) -> None:
-        url = self._service.client.url
-        # The engine computes at least the last input token anew, and never the last one it sampled.
-        cacheable = min(_common_prefix(self._computed, input_ids), len(input_ids) - 1) if self._computed_at == url else 0
-        self.cacheable_tokens += cacheable
-        self.reused_tokens += min(turn.cached_tokens, cacheable)
-        self._computed, self._computed_at = np.concatenate([input_ids, turn.output_ids[:-1]]), url
-
-    def trajectory(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> Trajectory:
-        """This session as a training sequence. Raises StructureError (with its cause) unless every token is accounted for."""
-        return to_trajectory(
-            self.turns, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
-            cacheable_tokens=self.cacheable_tokens, reused_tokens=self.reused_tokens, seconds=time.monotonic() - self.opened,
-            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "engine_s": self.engine_s, **(meta or {})},
+    def trajectories(self, *, group_id: int, sample: int, task_id: str, reward: float, finish_reason: str, meta: dict | None = None) -> list[Trajectory]:
+        """This session as training sequences, one for each kept leaf of its history. Raises StructureError (with its cause) unless every token is
+        accounted for."""
+        return to_trajectories(
+            self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
+            seconds=time.time() - self.opened,
+            meta={"retried_turns": self.retries, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
+                  "engine_s": self.engine_s, **(meta or {})},
         )
 
 
 class SessionService:
-    """Opens sessions on one engine and keeps those that are open by id."""
+    """Opens sessions, gives each its engine, and keeps those that are open by id."""
 
-    def __init__(self, client: EngineClient, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, dp_ranks: int = 1, replay: Replay = strict):
-        self.client, self.chat_tokenizer, self.limits, self.replay = client, chat_tokenizer, limits, replay
+    def __init__(self, engines: Engines, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, replay: Replay = strict, branching: bool = False,
+                 store: SessionStore | None = None):
+        """With a `store`, sessions may be durable; those that its predecessors left open are open from the start. `branching`: a request that does not
+        go on from the last turn opens a branch of its session's history, and is not refused."""
+        self.engines, self.chat_tokenizer, self.limits, self.replay, self.branching, self.store = engines, chat_tokenizer, limits, replay, branching, store
         self.sessions: dict[str, Session] = {}
-        self._dp_ranks = dp_ranks
+        for opened, turns in store.restored.values() if store else ():
+            session = Session(self, opened.id, opened.routing_key, opened.version, NOWHERE, durable=True, wall=opened.wall)
+            session.restore(turns)
+            self.sessions[opened.id] = session
 
-    def open(self, routing_key: str, session_id: str | None = None) -> Session:
-        """A new session whose every turn goes to this engine (with dp-attention: to its rank with the fewest open sessions).
+    def open(self, routing_key: str, session_id: str | None = None, *, rank: int | None = None) -> Session:
+        """A new session, kept in memory, whose every turn goes to one engine: that of `rank`, or the one with the fewest sessions.
 
-        Raises KeyRequired without a routing key, StructureError for an id in use, EnvironmentFault while the engine has no known weights.
+        Raises KeyRequired without a routing key, StructureError for an id in use, EnvironmentFault while no engine has known weights.
         """
         if not routing_key:
             raise KeyRequired("a session without a routing key", "a key, the same for all turns", "pass one; the trajectory's name will do")
-        if self.client.version < 0:
-            raise EnvironmentFault(f"the engine at {self.client.url} serves no known weight version yet", "the current weights", "update it before it gets traffic")
         session_id = session_id or uuid.uuid4().hex
         if session_id in self.sessions:
             raise StructureError(f"session {session_id} exists already", "a new id", cause="session:exists")
-        session = Session(self, session_id, routing_key, self.client.version, self._emptiest_rank())
+        place = self.engines.place(prefer=rank)
+        session = Session(self, session_id, routing_key, place.engine.client.version, place, durable=False, wall=time.time())
         self.sessions[session_id] = session
+        return session
+
+    async def open_durable(self, routing_key: str, session_id: str | None = None, *, rank: int | None = None) -> Session:
+        """Like `open`, for a conversation whose other end survives this process: it is on disk, and so is each turn before its answer."""
+        await self._expire()
+        if sum(s.durable for s in self.sessions.values()) >= self.limits.max_sessions:
+            raise TooManySessions(f"{self.limits.max_sessions} sessions are open on this server", "fewer than rollout.max_sessions",
+                                  "finish one, or come back later")
+        session = self.open(routing_key, session_id, rank=rank)
+        if self.store is not None:
+            session.durable = True
+            try:
+                await self.store.append(Opened(session.id, routing_key, session.opened_at, session.opened))
+            except BaseException:
+                self.close(session)
+                raise
         return session
 
     def close(self, session: Session) -> None:
         """Forget a session. Its turns stay with whoever holds it."""
-        self.sessions.pop(session.id, None)
+        if self.sessions.pop(session.id, None) is not None:
+            self.engines.leave(session.place)
 
-    def _emptiest_rank(self) -> int | None:
-        if self._dp_ranks == 1:
-            return None
-        load = [0] * self._dp_ranks
-        for s in self.sessions.values():
-            load[s.dp_rank or 0] += 1
-        return load.index(min(load))
+    async def close_durable(self, session: Session) -> None:
+        """Forget a session also on disk."""
+        if session.durable and session.id in self.sessions:
+            await self.store.append(Closed(session.id))
+        self.close(session)
+
+    async def _expire(self) -> None:
+        """Sessions whose harness never finished them."""
+        late = time.time() - self.limits.deadline_s
+        for session in [s for s in self.sessions.values() if s.durable and s.opened < late]:
+            await self.close_durable(session)
+
+
+def before_stop(text: str, stop: tuple[str, ...]) -> str:
+    """A reply up to the first stop text in it."""
+    ends = [at for s in stop if (at := text.find(s)) >= 0]
+    return text[: min(ends)] if ends else text
+
+
+def to_record(session_id: str, kept: History, checkpoint: Checkpoint, before: int, tools: list[dict[str, Any]] | None, counters: dict[str, Any]) -> Answered:
+    """A turn as it is written: of its input, what follows the first `before` tokens."""
+    t = checkpoint.turn
+    return Answered(
+        session_id, len(kept.nodes), kept.head, list(checkpoint.appended), checkpoint.reply, t.input_ids[before:].tobytes(), t.output_ids.tobytes(),
+        t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens,
+        t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str,
+        () if t.routes is None else t.routes.shape, t.routes_start, counters)
+
+
+def to_turn(record: Answered, input_ids: np.ndarray) -> Turn:
+    routes = None if record.routes is None else np.frombuffer(record.routes, dtype=record.routes_dtype).reshape(record.routes_shape)
+    return Turn(input_ids, np.frombuffer(record.output_ids, dtype=np.int32), np.frombuffer(record.logprobs, dtype=np.float32),
+                np.frombuffer(record.versions, dtype=np.int32), record.finish, record.cached, routes, record.routes_start, record.seconds)
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

@@ -39,6 +39,7 @@ class ChatTokenizer:
 
     def __init__(self, tokenizer: Tokenizer, boundary: str = "auto"):
         self._tokenizer = tokenizer
+        self._fast = getattr(tokenizer, "backend_tokenizer", None)  # the Rust tokenizer itself: the wrapper around it costs ten times what it does
         self.boundary: Boundary = find_rule(boundary, self.tail([PROBE_USER]), self._marks)
         self._stops = {s: i for s in self.boundary.stops if (i := self._single(s)) is not None}
         self.stop_ids: tuple[int, ...] = tuple(self._stops.values())
@@ -79,8 +80,9 @@ class ChatTokenizer:
             raise StructureError(f"what follows the reply, {text[:40]!r}, begins with token {ids[:1]}", f"the stop token {opening!r} by itself",
                                  "a special token as stop token; run tools/verify_template on the model's folder", cause="tokenization:merge")
         # The sampled stop token stands for the one the template writes, unless this rule's stop token opens a message and the model opened
-        # another kind than the one that came.
-        new = ids[1:] if ids[0] == last_id or not self.boundary.opens_next else ids
+        # another kind than the one that came. A turn that a stop text ended has none: the template's is given to it.
+        sampled_stop = last_id in self.stop_ids and (ids[0] == last_id or not self.boundary.opens_next)
+        new = ids[1:] if sampled_stop else ids
         if not new:  # e.g. DeepSeek's empty system message, which has no header
             raise StructureError(f"the chat template writes nothing for {messages!r:.160}", "messages that the model sees", cause="request:template")
         return new
@@ -90,7 +92,11 @@ class ChatTokenizer:
         ids = list(output_ids)
         if ids and ids[-1] in self.stop_ids:
             ids.pop()
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return self._decode(ids)
+
+    def text_of(self, token: int) -> str:
+        """One token as text."""
+        return self._decode([token])
 
     def split_reasoning(self, text: str) -> tuple[str | None, str]:
         """(reasoning, content) of what the model said. Reasoning that was never closed is all there is; None where the family has none."""
@@ -109,6 +115,8 @@ class ChatTokenizer:
                                                    add_generation_prompt=generation_prompt)
 
     def encode(self, text: str) -> list[int]:
+        if self._fast is not None:
+            return self._fast.encode(text, add_special_tokens=False).ids
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def tail(self, messages: Sequence[Message], reply: Message | None = None, tools: Tools | None = None) -> str:
@@ -143,6 +151,11 @@ class ChatTokenizer:
             except TemplateError:  # a template without this kind of message does not show its mark
                 continue
         return seen
+
+    def _decode(self, ids: list[int]) -> str:
+        if self._fast is not None:
+            return self._fast.decode(ids, skip_special_tokens=False)
+        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def _single(self, token: str) -> int | None:
         ids = self.encode(token)

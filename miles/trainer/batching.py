@@ -16,7 +16,7 @@ from miles.core import StructureError
 
 @dataclass(frozen=True)
 class Sequence:
-    """One training sequence with its advantage."""
+    """One training sequence, a leaf of a rollout, with the rollout's advantage."""
 
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
@@ -25,6 +25,7 @@ class Sequence:
     routes: np.ndarray | None  # uint8|uint16 [T-1, L, K], any order along K, L = MoE layers of this pipeline stage; None for dense models
     advantage: float
     exact: bool  # every token and its KV prefix come from the very version being trained
+    rollout: int  # which rollout of the step it is a leaf of, 0 .. sequences of the step - 1
 
     @property
     def fed(self) -> int:
@@ -41,6 +42,11 @@ class BatchPlan:
     @property
     def microbatches(self) -> int:
         return len(self.bins[0])
+
+    @property
+    def sequences(self) -> int:
+        """Of the whole step."""
+        return sum(len(part) for bins in self.bins for part in bins)
 
     def of_rank(self, rank: int) -> tuple[int, ...]:
         """Indices of all sequences of a data-parallel rank."""
@@ -140,12 +146,14 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1,
     return out
 
 
-def token_weights(sampled_per_sequence: Seq[int], reduction: str, total_sampled: int, total_sequences: int) -> list[float]:
-    """Loss weight of each sampled token of each sequence.
+def token_weights(rollout_of: Seq[int], sampled: np.ndarray, reduction: str) -> list[float]:
+    """Loss weight of each sampled token of this rank's sequences, which are leaves of the rollouts `rollout_of`. `sampled`: int [R], sampled tokens
+    trained over all leaves of each rollout of the step, on all ranks; 0 where there is no such rollout.
 
-    `token`: 1 / (sampled tokens of the step). `sequence`: 1 / (sequences of the step * sampled tokens of this sequence).
-    The totals are over all ranks, so that sums over micro-batches and ranks are the mean over the step.
+    `token`: 1 / (sampled tokens of the step). `sequence`: 1 / (rollouts of the step * sampled tokens of this rollout), so that every rollout has
+    the same weight, however often its context was folded or forked. Sums over micro-batches and ranks are the mean over the step.
     """
     if reduction == "token":
-        return [1.0 / total_sampled] * len(sampled_per_sequence)
-    return [1.0 / (total_sequences * n) if n else 0.0 for n in sampled_per_sequence]
+        return [1.0 / int(sampled.sum())] * len(rollout_of)
+    rollouts = int((sampled > 0).sum())
+    return [1.0 / (rollouts * int(sampled[r])) if sampled[r] else 0.0 for r in rollout_of]

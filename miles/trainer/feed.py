@@ -20,7 +20,7 @@ from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import StructureError
 from miles.rundir import RunDir
-from miles.trainer.advantage import group_advantages
+from miles.trainer.advantage import leaf_advantages
 from miles.trainer.batching import BatchPlan, Sequence
 from miles.trainer.step import TrainStep
 
@@ -29,10 +29,11 @@ IDLE_S = 0.005
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
-    """One trajectory of a step: where it lies and what its group makes of its reward."""
+    """One trajectory of a step: where it lies and what its group makes of its sample's reward."""
 
     group: int
     index: int  # in the sealed file
+    sample: int  # which it is a leaf of
     length: int
     advantage: float
     reward: float
@@ -49,6 +50,14 @@ class Plan(msgspec.Struct, frozen=True):
     wait_s: float = 0.0
     dropped_stale: int = 0
     stop: str = ""
+
+    @property
+    def rollouts(self) -> dict[tuple[int, int], list[Item]]:
+        """The leaves of each rollout, by (group, sample), in the order of the plan."""
+        found: dict[tuple[int, int], list[Item]] = {}
+        for i in self.items:
+            found.setdefault((i.group, i.sample), []).append(i)
+        return found
 
 
 @dataclass(frozen=True)
@@ -132,19 +141,20 @@ class Feed:
             if expected and (found is None or tuple(found) != expected):
                 raise StructureError(f"group {group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-        advantages = group_advantages(np.array([s["reward"] for s in summaries]), np.zeros(len(summaries), dtype=np.int64),
-                                      normalize_std=self._run.config.algorithm.normalize_std)
-        return [Item(group, n, s["length"], float(a), s["reward"], s["oldest_version"], s["exact"])
+        advantages = leaf_advantages(np.array([s["reward"] for s in summaries]), np.array([s["sample"] for s in summaries]),
+                                     normalize_std=self._run.config.algorithm.normalize_std)
+        return [Item(group, n, s["sample"], s["length"], float(a), s["reward"], s["oldest_version"], s["exact"])
                 for n, (s, a) in enumerate(zip(summaries, advantages, strict=True))]
 
     # -- every rank ----------------------------------------------------------------------------------------------------------
     def _read(self, plan: Plan, bins: BatchPlan) -> tuple[list[Sequence], set[int]]:
         """This rank's sequences, and the groups that any rank found damaged."""
         sequences, mine = [], set()
+        number = {key: n for n, key in enumerate(plan.rollouts)}
         for i in bins.of_rank(self._train_step.data_rank):
             item = plan.items[i]
             try:
-                sequences.append(self._sequence(item, plan.version))
+                sequences.append(self._sequence(item, plan.version, number[item.group, item.sample]))
             except (StructureError, OSError, KeyError):
                 mine.add(item.group)
         groups = sorted({i.group for i in plan.items})
@@ -154,8 +164,8 @@ class Feed:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
-    def _sequence(self, item: Item, version: int) -> Sequence:
+    def _sequence(self, item: Item, version: int, rollout: int) -> Sequence:
         replay = self._train_step.replay  # reads the layers of its pipeline stage, none without replay
         t = read_trajectory(self._run.buffer_dir, item.group, item.index, replay.layers)
         return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if replay.active else None,
-                        advantage=item.advantage, exact=t.exact and t.oldest_version == version)
+                        advantage=item.advantage, exact=t.exact and t.oldest_version == version, rollout=rollout)

@@ -121,12 +121,13 @@ class Trainer:
         if self.log is None:
             return
         plan = batch.plan
-        rewards = np.array([i.reward for i in plan.items])
-        ages = np.array([plan.version - i.oldest_version for i in plan.items])
+        rollouts = plan.rollouts.values()  # a rollout counts once, whatever the number of its leaves
+        rewards = np.array([leaves[0].reward for leaves in rollouts])
+        ages = np.array([plan.version - min(i.oldest_version for i in leaves) for leaves in rollouts])
         recorded = sum(self.queue.state.groups[g].tokens for g in batch.groups)
         self.log.row("steps", step=self.step, version=plan.version, published_version=published.version, transport=published.transport,
                      published_bytes=published.bytes, note=published.note, epoch=self.epoch, wait_s=plan.wait_s, fetch_s=batch.fetch_s, **times,
-                     groups=len(batch.groups), trajectories=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
+                     groups=len(batch.groups), trajectories=len(rollouts), leaves=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
                      reward_min=rewards.min(), reward_max=rewards.max(), staleness_mean=ages.mean(), staleness_max=int(ages.max()),
                      queue_groups=len(self.queue.state.ready_in_order()), dropped_stale=plan.dropped_stale,
                      unaccounted_tokens=abs(recorded - metrics.tokens), **asdict(metrics))

@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 
 import miles.platform
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from miles.core import MilesError
+from miles.core import MilesError, StructureError
 from miles.platform.context_parallel import zigzag_positions
 from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch, token_weights
 from miles.trainer.logprob import token_logprobs
@@ -92,13 +92,21 @@ class TrainStep:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
         Their routes are those of this pipeline stage: layers `replay.layers` of the recorded ones.
 
-        Raises StructureError: routes do not fit the model. MilesError: loss or gradients were not finite MAX_SKIPPED times in a row.
+        Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
+        MAX_SKIPPED times in a row.
         """
-        sampled = [int(s.loss_mask[1:].astype(bool).sum()) for s in mine]
-        totals = torch.tensor([sum(sampled), len(mine), sum(len(s.tokens) for s in mine)], dtype=torch.int64, device=self.device)
+        counts = np.zeros(1 + plan.sequences, np.int64)  # tokens; then those sampled in each rollout, whose leaves may lie on several ranks
+        for s in mine:
+            if not 0 <= s.rollout < plan.sequences:
+                raise StructureError(f"a sequence of rollout {s.rollout} in a step of {plan.sequences} sequences", f"0 .. {plan.sequences - 1}",
+                                     "number the rollouts of the step from 0", cause="rollout")
+            counts[0] += len(s.tokens)
+            counts[1 + s.rollout] += np.count_nonzero(s.loss_mask[1:])
+        totals = torch.from_numpy(counts).to(self.device)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        total_sampled, total_sequences, total_tokens = totals.tolist()
-        weights = token_weights(sampled, self.algorithm.reduction, total_sampled, total_sequences)
+        total_tokens, *sampled = totals.tolist()
+        total_sampled = sum(sampled)
+        weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction)
 
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()

@@ -19,7 +19,7 @@ from miles.buffer import (
     read_trajectory,
     write_part,
 )
-from miles.buffer.storage import finished_parts
+from miles.buffer.storage import finished_parts, seal_parts
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import RunDir
@@ -47,7 +47,7 @@ def writer(run):
 def put(run, writer, group, version=1, samples=2):
     writer.start(group, "t")
     for s in range(samples):
-        write_part(run, run.current_epoch("rollout"), trajectory(group, s, version, reward=float(s)))
+        write_part(run, run.current_epoch("rollout"), [trajectory(group, s, version, reward=float(s))])
     writer.seal(group, list(range(samples)))
 
 
@@ -112,15 +112,13 @@ def test_an_old_trainer_cannot_take_after_a_new_one_has_started(run, writer):
 def test_an_old_rollout_rank_cannot_publish_a_part(run, writer):
     run.new_epoch("rollout")
     with pytest.raises(StaleEpochError):
-        write_part(run, 1, trajectory())
+        write_part(run, 1, [trajectory()])
 
 
 def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, writer):
-    from miles.buffer.storage import seal_parts
-
     writer.start(5, "t")
     for s in range(2):
-        write_part(run, 1, trajectory(5, s))
+        write_part(run, 1, [trajectory(5, s)])
     seal_parts(run.buffer_dir, 5, [0, 1])  # ... and dead before `ready`
     second = BufferWriter(run, run.new_epoch("rollout"))
     second.seal(5, [0, 1])
@@ -140,7 +138,7 @@ def test_flipped_bytes_are_found(run, writer):
 def test_layers_are_read_alone_and_verified_alone(run, writer):
     routes = np.random.default_rng(0).random((1100, 6, 32)).argsort(-1)[..., :4].astype(np.uint8)
     writer.start(0, "t")
-    write_part(run, 1, replace(trajectory(n=1101), routes=routes))
+    write_part(run, 1, [replace(trajectory(n=1101), routes=routes)])
     writer.seal(0, [0])
     expected = np.sort(routes, axis=-1)
     assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
@@ -176,7 +174,7 @@ def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
 def test_the_fold_does_not_depend_on_how_the_two_journals_interleave(data):
     ids = st.integers(0, 4)
     made = [{"kind": "start", "group": g, "task": "t"} for g in range(5)]
-    made += [{"kind": "ready", "group": g, "task": "t", "trajectories": 2, "oldest_version": 1, "tokens": 9, "reward_mean": 0.5}
+    made += [{"kind": "ready", "group": g, "task": "t", "trajectories": 2, "samples": 2, "oldest_version": 1, "tokens": 9, "reward_mean": 0.5}
              for g in data.draw(st.lists(ids, unique=True))]
     used, step = [], 0
     for _ in range(data.draw(st.integers(0, 6))):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import json
+from collections.abc import Callable
 
 import numpy as np
 from aiohttp import web
@@ -17,13 +19,16 @@ TOKEN = "stub-token"
 class StubEngine:
     """Answers `/generate` with a reply that depends only on the input ids, a prefix cache per `extra_key`, and the current weight version.
 
-    Tests steer it: the next `replies`, or `length` of the next replies (the stop token comes last unless it is cut), `delay` in seconds, `abort_next`, `fail_next`.
+    Tests steer it: the next `replies`, or `length` of the next replies (the stop token comes last unless it is cut), `delay` in seconds, `abort_next`, `fail_next`,
+    `break_stream` (the connection breaks after the first event).
     """
 
     def __init__(self, shape: ModelShape, stop_id: int):
         self.shape, self.stop_id = shape, stop_id
         self.length, self.delay, self.version = 6, 0.0, 0
-        self.abort_next = self.fail_next = False
+        self.pace = 0.0
+        self.abort_next = self.fail_next = self.break_stream = False
+        self.decode: Callable[[list[int]], str] = lambda ids: ""  # for stop texts
         self.replies: list[list[int]] = []  # the next replies, in place of random ones
         self.requests: list[dict] = []
         self.aborted: list[str] = []
@@ -37,7 +42,7 @@ class StubEngine:
             web.post("/pause_generation", self._ok), web.post("/continue_generation", self._ok), web.get("/health", self._ok),
             web.post("/update_weight_version", self._set_version),
         ])
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)  # it dies, it does not end
         await self._runner.setup()
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
@@ -77,11 +82,33 @@ class StubEngine:
             "weight_version": str(self.version), "weight_versions": [{"version": str(self.version), "start": 0, "end": len(out)}],
             "output_token_logprobs": [[-0.25 - t / 1000, t, None] for t in out],
         }
+        text = self.decode(out)
+        if ends := [at for s in body["sampling_params"].get("stop", ()) if (at := text.find(s)) >= 0]:  # ends with the token that completes it
+            n = next(n for n in range(1, len(out) + 1) if any(s in self.decode(out[:n]) for s in body["sampling_params"]["stop"]))
+            out, finish = out[:n], {"type": "stop", "matched": text[min(ends):]}
+            meta |= {"completion_tokens": n, "finish_reason": finish, "output_token_logprobs": meta["output_token_logprobs"][:n]}
+            meta["weight_versions"][0]["end"] = n
         if body.get("return_routed_experts"):
             everything = np.array([*ids, *out], dtype=np.int32)[:-1]
             per_position = (everything[:, None, None] + np.arange(self.shape.layers)[:, None] + np.arange(self.shape.top_k)) % self.shape.experts
             meta["routed_experts"] = base64.b64encode(per_position[body["routed_experts_start_len"]:].astype("<i4").tobytes()).decode()
-        return web.json_response({"text": "", "output_ids": out, "meta_info": meta})
+        reply = {"text": "", "output_ids": out, "meta_info": meta}
+        return await self._stream(request, body, reply) if body.get("stream") else web.json_response(reply)
+
+    async def _stream(self, request: web.Request, body: dict, reply: dict) -> web.StreamResponse:
+        """Events that each repeat all tokens so far; the last is the whole reply. `pace` seconds apart."""
+        response, every = web.StreamResponse(), body["sampling_params"].get("stream_interval", 1)
+        await response.prepare(request)
+        for n in range(every, len(reply["output_ids"]), every):
+            part = {"text": "", "output_ids": reply["output_ids"][:n], "meta_info": {"id": body["rid"], "finish_reason": None, "completion_tokens": n}}
+            await response.write(b"data: " + json.dumps(part).encode() + b"\n\n")
+            await asyncio.sleep(self.pace)
+            if self.break_stream:
+                self.break_stream = False
+                request.transport.abort()
+                return response
+        await response.write(b"data: " + json.dumps(reply).encode() + b"\n\ndata: [DONE]\n\n")
+        return response
 
     async def _abort(self, request: web.Request) -> web.Response:
         self.aborted.append((await request.json())["rid"])

@@ -11,6 +11,7 @@ from miles.engine.wire import parse_reply, request_body, token_versions
 
 SHAPE = ModelShape("X", 100, 3, (1, 2), 8, 2)  # the first of three layers is dense
 DENSE = ModelShape("X", 100, 3, (), 0, 0)
+IDS = np.array([1, 2, 3, 4], np.int32)
 
 
 def body(ids=(1, 2, 3, 4), shape=SHAPE, routes_from=1, **kw):
@@ -26,7 +27,7 @@ def reply(out=(5, 9), prompt=4, start=1, finish="stop", **meta):
 
 
 def test_a_reply_becomes_a_turn():
-    turn = parse_reply(body(), reply(), SHAPE, 0.5)
+    turn = parse_reply(body(), IDS, reply(), SHAPE, 0.5)
     assert turn.input_ids.tolist() == [1, 2, 3, 4] and turn.output_ids.tolist() == [5, 9] and turn.output_ids.dtype == np.int32
     assert turn.logprobs.tolist() == [-0.5, -0.5] and turn.logprobs.dtype == np.float32
     assert turn.versions.tolist() == [7, 7] and turn.finish_reason == "stop" and turn.cached_tokens == 3 and turn.routes_start == 1
@@ -36,7 +37,7 @@ def test_a_reply_becomes_a_turn():
 
 def test_a_dense_model_has_no_routes():
     assert "return_routed_experts" not in body(shape=DENSE, routes_from=0)
-    assert parse_reply(body(shape=DENSE, routes_from=0), reply(), DENSE, 0.0).routes is None
+    assert parse_reply(body(shape=DENSE, routes_from=0), IDS, reply(), DENSE, 0.0).routes is None
 
 
 @pytest.mark.parametrize(("spans", "expected"), [
@@ -78,7 +79,7 @@ def test_without_spans_the_reply_has_one_version():
 ])
 def test_a_reply_that_contradicts_itself_is_refused(change, cause):
     with pytest.raises(StructureError) as e:
-        parse_reply(body(), reply(**change), SHAPE, 0.0)
+        parse_reply(body(), IDS, reply(**change), SHAPE, 0.0)
     assert e.value.cause == cause
 
 
@@ -92,4 +93,4 @@ def test_a_request_the_engine_would_die_of_is_refused(ids, cause):
 
 def test_more_than_256_experts_need_uint16():
     wide = ModelShape("X", 100, 3, (1, 2), 300, 2)
-    assert parse_reply(body(shape=wide), reply(), wide, 0.0).routes.dtype == np.uint16
+    assert parse_reply(body(shape=wide), IDS, reply(), wide, 0.0).routes.dtype == np.uint16

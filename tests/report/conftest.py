@@ -69,7 +69,16 @@ def run(empty):
         1,
         trajectories=[
             *(trajectory_row(g, s, oldest_version=o) for g, o in ((1, 0), (2, 0), (4, 1), (5, 3)) for s in (0, 1)),
-            trajectory_row(7, 0, status="retried:engine", tokens=0, reward=float("nan")),
+            trajectory_row(7, 0, status="retried:engine", tokens=0, reward=float("nan"), leaves=0),
+        ],
+        mismatches=[
+            {"group_id": g, "sample": s, "kind": kind, "cause": cause, "count": n}
+            for g, s, kind, cause, n in (
+                (1, 0, "branched", "content", 2),
+                (1, 1, "branched", "rewind", 1),
+                (2, 0, "branched", "content", 3),
+                (2, 0, "refused", "history:tools", 1),
+            )
         ],
         weights=[weight_row(0, pull_s=60.0, total_s=62.0), weight_row(1, pull_s=0.7, total_s=1.6), weight_row(2, ok=False), weight_row(3)],
         queue=[queue_row(0, 0, 0), queue_row(24, 1, 0), queue_row(20, 2, 0), queue_row(10, 8, 1), queue_row(24, 3, 0)],
@@ -83,7 +92,7 @@ def run(empty):
         1,
         trajectories=[
             trajectory_row(3, 0, rank=1, oldest_version=1, cached_tokens=50, reused_tokens=30, prompt_tokens=90, sampled_tokens=40),
-            trajectory_row(3, 1, rank=1, oldest_version=1, cached_tokens=0, reused_tokens=0),
+            trajectory_row(3, 1, rank=1, oldest_version=1, cached_tokens=0, reused_tokens=0, leaves=3),
         ],
     )
     return run

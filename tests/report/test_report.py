@@ -116,6 +116,21 @@ def test_dropped_by_reason_with_length_and_reward(run):
     assert s["trajectories"]["finish"] == {"done": 10}
 
 
+def test_leaves_and_the_causes_of_branches_and_refusals(run):
+    s = report(run.path)
+    assert s["trajectories"]["mismatches"] == {"branched": {"content": 5, "rewind": 1}, "refused": {"history:tools": 1}}
+    assert (s["trajectories"]["leaves"]["count"], s["trajectories"]["leaves"]["mean"], s["trajectories"]["leaves"]["max"]) == (10, 1.2, 3)
+    text = render_text(s)
+    assert "  requests branched: content 5, rewind 1\n  requests refused: history:tools 1\n" in text
+    assert "leaves median 1, p90 1, max 3 (n = 10)" in text
+
+
+def test_rewards_of_dropped_groups_are_over_samples(run):
+    journal(run, Role.ROLLOUT, 2, {**ready(7, 0, reward=0.8), "samples": 8}, {"kind": "drop", "group": 7, "reason": "stale"})
+    # group 6: two samples with mean 0; group 7: eight with mean 0.8
+    assert report(run.path)["dropped_detail"]["stale"]["reward_mean"] == pytest.approx(8 * 0.8 / 10)
+
+
 def test_groups_are_trained_once_and_a_second_time_is_an_error(run):
     s = report(run.path)
     assert (s["groups_trained"], s["groups_trained_twice"]) == (4, 0)

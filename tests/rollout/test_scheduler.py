@@ -9,7 +9,7 @@ from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
 
 
 def ready(group, task="t"):
-    return {"kind": "ready", "group": group, "task": task, "trajectories": 2, "oldest_version": 0, "tokens": 1, "reward_mean": 0.0}
+    return {"kind": "ready", "group": group, "task": task, "trajectories": 2, "samples": 2, "oldest_version": 0, "tokens": 1, "reward_mean": 0.0}
 
 
 class Sim:
@@ -186,3 +186,37 @@ def test_whatever_fails_each_group_ends_exactly_once_and_the_cap_holds(seed):
             break
     ends = Counter(a.group_id for a in sim.log if isinstance(a, (Seal, Drop)))
     assert set(ends.values()) == {1} and sim.state.counts()["trained"] == 12
+
+
+@settings(max_examples=60)
+@given(events=st.lists(st.tuples(st.sampled_from(["finish", "fail", "down", "up", "move"]), st.integers(0, 99), st.integers(0, 3)), max_size=60))
+def test_whatever_happens_each_trajectory_goes_to_an_engine_with_the_fewest(events):
+    sim = Sim(rules(in_flight=10, group_size=3, total_groups=10_000, capacity_groups=10_000), engines=4)
+    where, living = {}, {0, 1, 2, 3}  # what an onlooker knows: sample -> rank
+
+    def act():
+        for a in sim.s.actions():
+            if isinstance(a, Start):
+                sim.state.apply({"kind": "start", "group": a.group_id, "task": a.task_id, "retry_of": a.retry_of})
+            elif isinstance(a, Assign):
+                load = Counter(where.values())
+                assert a.rank in living and load[a.rank] == min(load[r] for r in living)
+                where[a.group_id, a.sample] = a.rank
+
+    act()
+    for kind, pick, rank in events:
+        if kind in ("finish", "fail", "move") and where:
+            sample = sorted(where)[pick % len(where)]
+            if kind == "move":
+                sim.s.moved(*sample, rank)
+                where[sample] = rank
+            else:
+                del where[sample]
+                sim.s.finished(*sample, None if kind == "finish" else "engine")
+        elif kind == "down" and len(living) > 1:
+            living.discard(rank)
+            sim.s.engine_down(rank)
+        elif kind == "up":
+            living.add(rank)
+            sim.s.engine_up(rank, 0)
+        act()

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from miles.engine import EngineClient
-from miles.session import ChatTokenizer, SessionLimits, SessionService
+from miles.engine import EngineClient, ModelShape
+from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
 from tests.engine.stub import TOKEN, StubEngine
 from tests.engine.tiny import make_tokenizer
 
@@ -38,11 +38,11 @@ def stub_folder(tmp_path_factory):
 def make_world(chat, stub_folder):
     def run(scenario, **limits):
         async def main():
-            client = EngineClient("http://unset", TOKEN, stub_folder, max_context=2048)
-            stub = StubEngine(client.shape, stop_id=chat.stop_ids[0])
-            client.moved_to(await stub.start())
+            stub = StubEngine(ModelShape.from_folder(stub_folder), stop_id=chat.stop_ids[0])
+            stub.decode = chat.text
+            client = EngineClient(await stub.start(), TOKEN, stub_folder, max_context=2048)
             await client.refresh_version()
-            service = SessionService(client, chat, SessionLimits(**{
+            service = SessionService(Engines.of(client), chat, SessionLimits(**{
                 "max_session_tokens": 400, "max_turn_tokens": 16, "turn_deadline_s": 5.0, "temperature": 1.0, **limits}))
             try:
                 return await scenario(SimpleNamespace(stub=stub, client=client, service=service, chat=chat))

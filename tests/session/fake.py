@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from miles.core import EnvironmentFault, Turn
-from miles.session import SessionLimits, SessionService
+from miles.session import Engines, SessionLimits, SessionService
 
 
 class FakeEngine:
@@ -32,11 +32,12 @@ class FakeEngine:
         return turn
 
 
-def open_session(chat, *, replay=None, **limits):
+def open_session(chat, *, replay=None, branching=False, **limits):
     """(engine, session, ask); `ask(messages, output ids, ...)` answers one request with these tokens."""
     engine = FakeEngine(chat.stop_ids)
-    service = SessionService(engine, chat, SessionLimits(**{"max_session_tokens": 100_000, "max_turn_tokens": 1000, "turn_deadline_s": 5.0, "temperature": 1.0,
-                                                            **limits}), **({"replay": replay} if replay else {}))
+    service = SessionService(Engines.of(engine), chat, SessionLimits(**{
+        "max_session_tokens": 100_000, "max_turn_tokens": 1000, "turn_deadline_s": 5.0, "temperature": 1.0, **limits}), branching=branching,
+        **({"replay": replay} if replay else {}))
     session = service.open("key")
 
     def ask(messages, output, **kw):
@@ -46,5 +47,11 @@ def open_session(chat, *, replay=None, **limits):
     return SimpleNamespace(engine=engine, session=session, ask=ask, service=service)
 
 
+def leaves(session):
+    return session.trajectories(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
+
+
 def finish(session):
-    return session.trajectory(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
+    """The trajectory of a session that did not branch."""
+    (only,) = leaves(session)
+    return only

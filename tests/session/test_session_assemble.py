@@ -9,12 +9,16 @@ from hypothesis import strategies as st
 
 from miles.core import StructureError, Turn
 from miles.session import (
+    Checkpoint,
+    History,
     assemble,
+    assemble_leaves,
     is_exact,
-    read_turns,
+    read_history,
     reproducer,
-    to_trajectory,
+    to_trajectories,
 )
+from tests.session.conftest import user
 
 
 def turn(inputs, outputs, *, version=1, start=0, finish="stop", versions=None, routes=True):
@@ -25,6 +29,14 @@ def turn(inputs, outputs, *, version=1, start=0, finish="stop", versions=None, r
         logprobs=np.array([-t / 100 for t in outputs], dtype=np.float32), versions=np.array(versions or [version] * n, dtype=np.int32),
         finish_reason=finish, cached_tokens=0, routes=(every[start:, None, None] % 8).astype(np.uint8) if routes else None, routes_start=start,
     )
+
+
+def linear(turns):
+    """A linear history of these turns."""
+    history = History()
+    for k, t in enumerate(turns):
+        history = history.add(Checkpoint((user(f"q{k}"),), {"role": "assistant", "content": "é"}, t))
+    return history
 
 
 def test_two_turns_by_hand():
@@ -99,13 +111,15 @@ def test_a_refused_session_can_be_made_again_from_its_file(tmp_path_factory, tur
     turns[k].input_ids[data.draw(st.integers(0, len(turns[k].input_ids) - 1))] += data.draw(st.integers(0, 1))
     turns[k] = replace(turns[k], versions=turns[k].versions[data.draw(st.integers(0, 1)):])
     path = tmp_path_factory.mktemp("dropped") / "x.json"
-    path.write_bytes(reproducer(turns, StructureError("found", cause="assembly:prefix"), task="t"))
-    again = read_turns(path)
-    for a, b in zip(turns, again, strict=True):
+    history = linear(turns)
+    path.write_bytes(reproducer(history, StructureError("found", cause="assembly:prefix"), task="t"))
+    again = read_history(path)
+    assert again.messages == history.messages
+    for a, b in zip(turns, again.turns, strict=True):
         for name in ("input_ids", "output_ids", "logprobs", "versions"):
             assert getattr(a, name).tolist() == getattr(b, name).tolist() and getattr(a, name).dtype == getattr(b, name).dtype
         assert (a.finish_reason, a.routes.shape, a.routes_start) == (b.finish_reason, b.routes.shape, b.routes_start)
-    assert _refusal(turns) == _refusal(again)
+    assert _refusal(history) == _refusal(again)
 
 
 def test_a_file_of_a_dropped_session_is_small():
@@ -114,27 +128,34 @@ def test_a_file_of_a_dropped_session_is_small():
         inputs = [*before, *range(100, 120)]
         turns.append(turn(inputs, [7] * 20, start=max(len(before) - 1, 0), version=k))
         before = [*inputs, *[7] * 20]
-    data = reproducer(turns, StructureError("found", cause="c"))
+    data = reproducer(linear(turns), StructureError("found", cause="c"))
     assert len(data) < 60 * len(before)  # bytes per token of the conversation, though its inputs together have 25 times as many tokens
     assert sum(len(t.input_ids) for t in turns) > 20 * len(before)
 
 
-def _refusal(turns):
+def _refusal(history):
     try:
-        assemble(turns)
+        assemble_leaves(history)
     except StructureError as e:
         return str(e)
     return ""
 
 
 def test_exact_means_one_version_from_the_opening_to_the_last_token():
-    mask = np.array([0, 1, 1], dtype=np.uint8)
-    assert is_exact(np.array([-1, 4, 4]), mask, 4)
-    assert not is_exact(np.array([-1, 4, 5]), mask, 4), "an update between two tokens"
-    assert not is_exact(np.array([-1, 5, 5]), mask, 4), "opened before the update: its cache namespace holds older prefixes"
+    assert is_exact([turn([1], [2, 3], version=4), turn([1, 2, 3, 5], [6], version=4)], 4)
+    assert not is_exact([turn([1], [2, 3], versions=[4, 5])], 4), "an update between two tokens"
+    assert not is_exact([turn([1], [2, 3], version=4), turn([1, 2, 3, 5], [6], version=5)], 4), "an update between two turns"
+    assert not is_exact([turn([1], [2, 3], version=5)], 4), "opened before the update: its cache namespace holds older prefixes"
 
 
 def test_a_trajectory_carries_the_sums():
-    t = to_trajectory([turn([1, 2, 3], [10, 11])], group_id=3, sample=1, task_id="t", reward=0.5, finish_reason="done", opened_at=1, cacheable_tokens=4,
-                      reused_tokens=3, seconds=2.0, meta={"a": 1})
-    assert (t.turns, t.prompt_tokens, t.cacheable_tokens, t.exact, t.meta) == (1, 3, 4, True, {"a": 1, "reused_tokens": 3})
+    one = Checkpoint((user("q"),), {"role": "assistant", "content": "a"}, turn([1, 2, 3], [10, 11]), cacheable_tokens=4, reused_tokens=3)
+    (t,) = to_trajectories(History().add(one), group_id=3, sample=1, task_id="t", reward=0.5, finish_reason="done", opened_at=1, seconds=2.0, meta={"a": 1})
+    assert (t.leaf, t.turns, t.prompt_tokens, t.cacheable_tokens, t.exact, t.meta) == (0, 1, 3, 4, True, {"a": 1, "reused_tokens": 3})
+
+
+@pytest.mark.parametrize("branching", [False, True])
+def test_a_session_without_a_turn_has_nothing_to_train(branching):
+    with pytest.raises(StructureError) as e:
+        assemble_leaves(History(branching=branching))
+    assert e.value.cause == "assembly:empty"

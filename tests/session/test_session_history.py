@@ -54,7 +54,37 @@ def test_going_back_two_turns_is_refused():
 def test_a_changed_or_foreign_reply_is_refused():
     assert cause(ONE, [user("a"), {"role": "assistant", "content": "ok!"}, user("b")]) == "history:content"
     assert cause(ONE, [user("a"), OK, {"role": "assistant", "content": "mine"}, user("b")]) == "history:foreign-reply"
-    assert cause(EMPTY, [{"role": "assistant", "content": "mine"}, user("b")]) == "history:foreign-reply"
+
+
+def test_replies_in_the_first_request_are_examples():
+    examples = [user("1+1"), {"role": "assistant", "content": "2"}, user("a")]
+    assert EMPTY.match(examples) == (EMPTY, tuple(examples), "")
+    one = answered(EMPTY, *examples)
+    assert one.match([*examples, OK, user("b")]).appended == (user("b"),)
+    assert one.match(examples).cause == "retry"
+    assert one.match([*examples[:2], user("other words")]).kept == EMPTY
+    # what was sampled here must never come back as text: a retry cannot bring other replies than the first turn had
+    assert cause(one, [user("1+1"), {"role": "assistant", "content": "3"}, user("a")]) == "history:content"
+    assert cause(ONE, [user("a"), {"role": "assistant", "content": "2"}, user("b")]) == "history:content"
+    assert cause(EMPTY, [user("a"), OK]) == "history:foreign-reply"
+
+
+@pytest.mark.parametrize(("given", "meant"), [
+    ({"role": "user", "content": [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "b"}]}, user("a\nb")),
+    ({"role": "developer", "content": "x"}, {"role": "system", "content": "x"}),
+    ({"role": "assistant", "content": None}, {"role": "assistant", "content": ""}),
+    ({"role": "assistant", "content": "x", "refusal": None, "annotations": [], "function_call": None}, {"role": "assistant", "content": "x"}),
+])
+def test_what_clients_write_in_other_ways_has_one_form(given, meant):
+    before = repr(given)
+    assert check_messages([given]) == [meant] and repr(given) == before
+
+
+def test_parts_that_are_no_text_are_refused():
+    for part in ({"type": "image_url", "image_url": {"url": "data:"}}, 1, {"type": "text"}):
+        with pytest.raises(StructureError) as e:
+            check_messages([{"role": "user", "content": [part]}])
+        assert e.value.cause == "request:content-part"
 
 
 def test_nothing_appended_is_refused():
@@ -83,8 +113,8 @@ def test_a_history_is_never_changed_in_place():
     assert TWO.nodes is before and len(before) == 2
 
 
-@pytest.mark.parametrize("bad", [None, [], "x", [{"role": "user"}], [{"role": "robot", "content": "x"}], [{"role": "user", "content": [1]}], ["x"],
-                                 [{"role": "user", "content": None, "tool_calls": [{"function": {"name": "f"}}]}], [{"role": "assistant", "content": None}],
+@pytest.mark.parametrize("bad", [None, [], "x", [{"role": "user"}], [{"role": "robot", "content": "x"}], ["x"],
+                                 [{"role": "user", "content": None, "tool_calls": [{"function": {"name": "f"}}]}],
                                  [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]])
 def test_malformed_messages_are_refused(bad):
     with pytest.raises(StructureError) as e:

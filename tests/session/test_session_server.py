@@ -56,8 +56,26 @@ def test_a_conversation_from_opening_to_the_end(served):
         status, shown = await call("GET", base)
         assert status == 200 and [t["completion_tokens"] for t in shown["turns"]] == [6, 6] and shown["tokens"] == session.tokens
         status, done = await call("POST", base + "/finish")
-        assert status == 200 and done["exact"] is True and len(done["turns"]) == 2
+        assert status == 200 and done["exact"] is True and done["leaves"] == 1 and len(done["turns"]) == 2
         assert (await call("GET", base))[0] == 404
+
+    served(scenario)
+
+
+def test_a_conversation_that_forks_ends_with_the_tokens_of_each_leaf(served):
+    async def scenario(w, call):
+        w.service.branching = True
+        _, opened = await call("POST", "/sessions", {})
+        base = f"/sessions/{opened['id']}"
+        _, first = await call("POST", base + "/v1/chat/completions", {"messages": [user("hello")]})
+        for words in ("left", "right"):
+            request = [user("hello"), first["choices"][0]["message"], user(words)]
+            assert (await call("POST", base + "/v1/chat/completions", {"messages": request}))[0] == 200
+        nodes = w.service.sessions[opened["id"]].history.nodes
+        status, done = await call("POST", base + "/finish", {"arrays": True})
+        assert status == 200 and done["leaves"] == 2 and done["exact"] is True and done["branched"] == {"content": 1}
+        assert [a["tokens"] for a in done["arrays"]] == [n.tokens.tolist() for n in nodes[1:]]
+        assert [sum(a["loss_mask"]) for a in done["arrays"]] == [12, 6]  # the first turn is trained in the first leaf
 
     served(scenario)
 
@@ -72,7 +90,8 @@ def test_streaming_sends_the_reply_as_events(served):
         chunks = [json.loads(e) for e in events[:-1]]
         said = "".join(c["choices"][0]["delta"].get("content", "") for c in chunks if c["choices"])
         assert said == w.chat.text(w.service.sessions[opened["id"]].turns[0].output_ids)
-        assert chunks[2]["choices"][0]["finish_reason"] == "stop" and chunks[3]["usage"]["completion_tokens"] == 6
+        assert [c["choices"][0]["finish_reason"] for c in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
+        assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == 6
 
     served(scenario)
 
@@ -97,12 +116,14 @@ def test_tools_reach_the_template_and_calls_come_back_in_openais_shape(served):
         assert turn.finish_reason == "stop" and turn.output_ids.tolist() == [*w.chat.encode(said), w.chat.stop_ids[0]], "tokens are as sampled"
         status, text = await call("POST", url, {**body, "stream": True})  # asked again, streamed
         chunks = [json.loads(line.removeprefix("data: ")) for line in text.split("\n\n") if line and not line.endswith("[DONE]")]
-        assert chunks[1]["choices"][0]["delta"]["tool_calls"][0] == {**made, "index": 0, "id": chunks[1]["choices"][0]["delta"]["tool_calls"][0]["id"]}
+        (calls,) = [d["tool_calls"] for c in chunks if "tool_calls" in (d := c["choices"][0]["delta"])]
+        assert calls == [{**made, "index": 0, "id": calls[0]["id"]}]
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "I look."
         held = w.service.sessions[opened["id"]].history.last.reply
         status, _ = await call("POST", url, {**body, "messages": [user("hello"), held, {"role": "tool", "tool_call_id": held["tool_calls"][0]["id"], "content": "a.txt"}]})
         assert status == 200
         status, refused = await call("POST", url, {"messages": [user("hello")]})
-        assert (status, refused["error"]["code"]) == (409, "history:rewind")
+        assert (status, refused["error"]["code"]) == (422, "history:rewind")
         for more, code in [({"tools": [{"type": "function"}]}, "request:tools"), ({"tool_choice": "required"}, "invalid_value")]:
             status, refused = await call("POST", url, {**body, **more})
             assert (status, refused["error"]["code"]) == (400, code)
@@ -122,7 +143,7 @@ def test_errors_have_openais_shape_and_the_right_status(served):
         for body, status, code in [
             ({**ok, "top_k": 5}, 400, "invalid_value"), ({**ok, "temperature": 0.2}, 400, "invalid_value"), ({**ok, "n": 2}, 400, "invalid_value"),
             ({**ok, "max_tokens": 0}, 400, "invalid_value"), ({**ok, "max_tokens": True}, 400, "invalid_value"), ({}, 400, "history:message"),
-            ({"messages": [{"role": "assistant", "content": "x"}]}, 409, "history:foreign-reply"),
+            ({"messages": [{"role": "assistant", "content": "x"}]}, 422, "history:foreign-reply"),
         ]:
             found, answer = await call("POST", chat, body)
             assert (found, answer["error"]["code"]) == (status, code), body

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import KeyRequired
-from miles.session import SessionBusy
+from miles.session import Engine, SessionBusy
 from tests.session.conftest import make_world, user
+from tests.session.fake import finish
 
 
 async def converse(session, n, start=()):
@@ -18,10 +19,6 @@ async def converse(session, n, start=()):
         reply = await session.chat(messages)
         messages += [reply.message, user(f"output {i}")]
     return messages
-
-
-def finish(session):
-    return session.trajectory(group_id=1, sample=0, task_id="t", reward=1.0, finish_reason="done")
 
 
 def test_every_token_of_three_turns_is_accounted_for(world):
@@ -46,9 +43,10 @@ def test_prefix_cache_figures_count_only_what_this_session_had_computed(world):
         first, second = w.service.open("a"), w.service.open("b")
         await converse(first, 2)
         await second.chat([user("hello")])
-        assert (second.turns[0].cached_tokens, second.cacheable_tokens, second.reused_tokens) == (len(second.turns[0].input_ids) - 1, 0, 0)
-        one = len(first.turns[0].input_ids)
-        assert first.cacheable_tokens == first.reused_tokens == one + 5  # the prompt and all sampled tokens but the last
+        t = finish(second)
+        assert (t.cached_tokens, t.cacheable_tokens, t.meta["reused_tokens"]) == (len(second.turns[0].input_ids) - 1, 0, 0)
+        one, t = len(first.turns[0].input_ids), finish(first)
+        assert t.cacheable_tokens == t.meta["reused_tokens"] == one + 5  # the prompt and all sampled tokens but the last
 
     world(scenario)
 
@@ -182,8 +180,8 @@ def test_no_session_without_a_key_and_none_before_the_weights_are_known(world):
     async def scenario(w):
         with pytest.raises(KeyRequired):
             w.service.open("")
-        w.client.moved_to(w.client.url)
-        with pytest.raises(EnvironmentFault, match="no known weight version"):
+        w.client.version = -1
+        with pytest.raises(EnvironmentFault, match="no engine serves a known weight version"):
             w.service.open("k")
 
     world(scenario)
@@ -193,21 +191,22 @@ def test_a_restarted_engine_has_nothing_cached_for_the_session(world):
     async def scenario(w):
         session = w.service.open("k")
         messages = await converse(session, 1)
-        before = session.cacheable_tokens
-        session._computed_at = "http://an-engine-that-died"
+        w.service.engines.up(Engine(0, w.client))  # another incarnation
         await session.chat(messages)
-        assert session.cacheable_tokens == before
+        assert [c.cacheable_tokens for c in session.history.checkpoints] == [0, 0] and session.moves == 1
 
     world(scenario)
 
 
 def test_dp_ranks_fill_evenly(world):
     async def scenario(w):
-        w.service._dp_ranks = 3
+        w.service.engines.up(Engine(0, w.client, dp_ranks=3))
         sessions = [w.service.open("k") for _ in range(4)]
-        assert [s.dp_rank for s in sessions] == [0, 1, 2, 0]
+        assert [s.place.dp_rank for s in sessions] == [0, 1, 2, 0]
         w.service.close(sessions[1])
-        assert w.service.open("k").dp_rank == 1
+        assert w.service.open("k").place.dp_rank == 1
+        await sessions[2].chat([user("hello")])
+        assert w.stub.requests[-1]["routed_dp_rank"] == 2
 
     world(scenario)
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from miles.core import ConfigError, StructureError
-from miles.session import ChatTokenizer, History, assemble, assemble_leaves, verify
+from miles.session import ChatTokenizer, assemble, verify
 from tests.engine.tiny import CHATML, CORPUS
 from tests.session.conftest import user
-from tests.session.fake import finish, open_session
+from tests.session.fake import finish, leaves, open_session
 
 BARE = CHATML.replace("<|im_end|>\n", "<|im_end|>")  # nothing between the end of a message and the next
 SPACED = "{% for m in messages %}{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
@@ -153,12 +153,11 @@ def test_nothing_is_joined_to_a_turn_that_was_cut(chat):
 
 
 def test_a_branching_history_takes_a_cut_turn_as_given_text_in_a_sequence_of_its_own(chat):
-    s, stop = open_session(chat, max_turn_tokens=3), chat.stop_ids[0]
-    s.session.history = History(branching=True)
+    s, stop = open_session(chat, branching=True, max_turn_tokens=3), chat.stop_ids[0]
     first = s.ask([user("q")], [49, stop])
     cut = s.ask([user("q"), first.message, user("r")], [50, 51, 52, stop])
     s.ask([user("q"), first.message, user("r"), cut.message, user("go on")], [53, stop])
-    one, two = assemble_leaves(s.session.history)
+    one, two = leaves(s.session)
     assert one.tokens[one.loss_mask == 1].tolist() == [49, stop, 50, 51, 52]
     assert two.tokens[two.loss_mask == 1].tolist() == [53, stop]  # the first turn is trained once, the cut one is text here
     whole = chat.render([user("q"), first.message, user("r"), cut.message, user("go on")])

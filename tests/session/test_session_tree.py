@@ -34,7 +34,7 @@ def test_two_conversations_share_their_first_turn():
     h, one = say(h, [user("q"), said("a"), user("left")], "b", [3], [12])
     h, two = say(h, [user("q"), said("a"), user("right")], "c", [4, 5], [13, 14])
     assert (one, two) == ("", "content") and [n.parent for n in h.nodes] == [ROOT, 0, 0] and h.leaves() == (1, 2)
-    left, right = assemble_leaves(h)
+    left, right = (leaf.arrays for leaf in assemble_leaves(h))
     assert left.tokens.tolist() == [1, 2, 10, 11, 3, 12] and left.loss_mask.tolist() == [0, 0, 1, 1, 0, 1]
     assert right.tokens.tolist() == [1, 2, 10, 11, 4, 5, 13, 14] and right.loss_mask.tolist() == [0, 0, 0, 0, 0, 0, 1, 1]
     assert right.versions.tolist() == [-1, -1, -1, -1, -1, -1, 2, 2]
@@ -45,7 +45,7 @@ def test_two_conversations_share_their_first_turn():
 def test_a_folded_context_starts_a_sequence_of_its_own():
     h, _ = say(History(branching=True), [user("q")], "a", [1], [10])
     h, cause = say(h, [user("summary of what was"), user("go on")], "b", [2, 3], [11])
-    assert cause == "content" and [a.tokens.tolist() for a in assemble_leaves(h)] == [[1, 10], [2, 3, 11]]
+    assert cause == "content" and [leaf.arrays.tokens.tolist() for leaf in assemble_leaves(h)] == [[1, 10], [2, 3, 11]]
 
 
 def test_the_same_question_again_replaces_an_answer_that_was_not_taken():
@@ -97,7 +97,7 @@ def test_merging_stops_at_a_truncated_turn():
     h, _ = say(h, [user("q"), said("a"), user("r")], "cu", [2], [11, 12], finish="length")
     h, cause = say(h, [user("q"), said("a"), user("r"), said("cu"), user("go on")], "b", [2, 11, 12, 99, 3], [13])
     assert cause == "truncated" and h.nodes[2].parent == 0 and h.leaves() == (1, 2)
-    cut, after = assemble_leaves(h)
+    cut, after = (leaf.arrays for leaf in assemble_leaves(h))
     assert cut.tokens[cut.loss_mask == 1].tolist() == [10, 11, 12] and after.tokens[after.loss_mask == 1].tolist() == [13]
 
 
@@ -124,7 +124,7 @@ def test_random_trees_train_every_kept_sampled_token_once(moves):
         conversations.append([*request, said(f"r{n}")])
         assert h.messages == conversations[-1]
     leaves = h.leaves()
-    assembled = assemble_leaves(h)
+    assembled = [leaf.arrays for leaf in assemble_leaves(h)]
     trained = set()
     for leaf, a in zip(leaves, assembled, strict=True):
         whole = assemble([h.nodes[i].turn for i in h.path(leaf)])
@@ -157,5 +157,5 @@ def test_a_linear_history_takes_what_goes_on_from_its_last_turn_or_repeats_it_an
         h, cause = say(h, request, f"r{n}", prompt, sampled, finish=finish)
         assert len(h.nodes) == depth - back + 1 and cause == ("retry" if back else "") and h.leaves() == (len(h.nodes) - 1,)
     if h.nodes:
-        (only,) = assemble_leaves(h)
+        (only,) = (leaf.arrays for leaf in assemble_leaves(h))
         assert only.tokens.tolist() == assemble(h.turns).tokens.tolist() and only.loss_mask.tolist() == assemble(h.turns).loss_mask.tolist()

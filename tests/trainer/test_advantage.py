@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import StructureError
-from miles.trainer.advantage import group_advantages
+from miles.trainer.advantage import group_advantages, leaf_advantages
 
 
 def test_advantage_is_reward_minus_group_mean_over_population_std():
@@ -39,3 +39,30 @@ def test_advantages_of_every_group_sum_to_zero(items):
     for g in set(groups):
         members = got[np.array(groups) == g]
         assert abs(members.sum()) <= 1e-5 * max(1.0, np.abs(members).sum())
+
+
+def test_a_sample_with_two_leaves_counts_once_in_its_group_and_both_have_its_advantage():
+    # sample 4 has reward 1 and two leaves, sample 2 reward 0 and one: mean 1/2, std 1/2. Over leaves the mean would be 2/3.
+    assert leaf_advantages([1, 1, 0], [4, 4, 2], normalize_std=False).tolist() == [0.5, 0.5, -0.5]
+    np.testing.assert_allclose(leaf_advantages([1, 1, 0], [4, 4, 2]), np.array([0.5, 0.5, -0.5]) / (0.5 + 1e-6), rtol=1e-6)
+
+
+def test_uneven_groups_with_uneven_leaves():
+    # samples 0, 1, 3 with rewards 0, 0, 3 and 3, 1, 2 leaves: mean 1, std sqrt((1 + 1 + 4) / 3) = sqrt(2)
+    got = leaf_advantages([0, 0, 0, 0, 3, 3], [0, 0, 0, 1, 3, 3])
+    np.testing.assert_allclose(got, np.array([-1, -1, -1, -1, 2, 2]) / (np.sqrt(2) + 1e-6), rtol=1e-6)
+
+
+def test_leaves_of_one_sample_with_different_rewards_are_refused():
+    with pytest.raises(StructureError, match=r"a leaf of sample 7 with reward 0.5.*\n?.*1.0"):
+        leaf_advantages([1, 0, 0.5], [7, 2, 7])
+    with pytest.raises(StructureError, match="non-finite rewards"):
+        leaf_advantages([np.nan, np.nan, 0], [7, 7, 2])
+
+
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.5, 1.0]), st.integers(1, 5)), min_size=1, max_size=8), st.booleans())
+def test_the_number_of_leaves_changes_no_advantage(samples, normalize):
+    rewards = np.array([r for r, _ in samples])
+    leaves = np.repeat(np.arange(len(samples)), [n for _, n in samples])
+    expected = group_advantages(rewards, np.zeros(len(samples), int), normalize_std=normalize)
+    assert leaf_advantages(rewards[leaves], leaves, normalize_std=normalize).tolist() == expected[leaves].tolist()

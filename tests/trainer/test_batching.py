@@ -10,7 +10,7 @@ from miles.trainer.batching import Sequence, pack, plan_batch, token_weights
 def sequence(tokens, mask, logprobs=None, routes=None, advantage=1.0, exact=True):
     mask = np.array(mask, np.uint8)
     return Sequence(np.array(tokens, np.int32), mask, np.array(logprobs if logprobs is not None else mask * -1.0, np.float32),
-                    np.where(mask, 0, -1).astype(np.int32), routes, advantage, exact)
+                    np.where(mask, 0, -1).astype(np.int32), routes, advantage, exact, 0)
 
 
 def test_longest_first_into_the_least_loaded_bin():
@@ -86,7 +86,21 @@ def test_missing_routes_are_refused():
         pack([sequence([1, 2], [0, 1])], [1.0], routes_shape=(2, 2))
 
 
-def test_token_reduction_weighs_all_tokens_alike_and_sequence_reduction_all_sequences():
-    # this rank has sequences of 1 and 3 sampled tokens; all ranks together 8 tokens in 4 sequences
-    assert token_weights([1, 3], "token", 8, 4) == [0.125, 0.125]
-    assert token_weights([1, 3], "sequence", 8, 4) == [0.25, 0.25 / 3]
+def test_token_reduction_weighs_all_tokens_alike_and_sequence_reduction_all_rollouts():
+    # four rollouts with 1, 3, 2 and 2 sampled tokens, 8 in all; this rank has the first two
+    sampled = np.array([1, 3, 2, 2])
+    assert token_weights([0, 1], sampled, "token") == [0.125, 0.125]
+    assert token_weights([0, 1], sampled, "sequence") == [0.25, 0.25 / 3]
+
+
+def test_the_leaves_of_a_rollout_share_its_weight_whichever_rank_has_them():
+    # two rollouts in three sequences: rollout 0 has leaves of 3 and 1 sampled tokens, rollout 1 one of 2; index 2 is no rollout
+    sampled = np.array([4, 2, 0])
+    first, second = token_weights([0, 1], sampled, "sequence"), token_weights([0], sampled, "sequence")
+    assert first == [1 / (2 * 4), 1 / (2 * 2)] and second == [1 / (2 * 4)]
+    assert 3 * first[0] + 1 * second[0] == 2 * first[1] == 0.5
+    assert token_weights([0, 1], sampled, "token") == [1 / 6, 1 / 6]
+
+
+def test_a_plan_knows_how_many_sequences_the_step_has():
+    assert plan_batch([7, 3, 6, 4, 5], 2, 10).sequences == 5

@@ -11,7 +11,8 @@ from miles.buffer import BufferWriter, write_part
 from miles.config import load_config
 from miles.core import StructureError
 from miles.rundir import RunDir
-from miles.trainer.feed import Feed
+from miles.trainer.batching import BatchPlan
+from miles.trainer.feed import Feed, Plan
 
 
 @pytest.fixture
@@ -29,7 +30,7 @@ def put(run, routes):
     writer = BufferWriter(run, epoch)
     writer.start(0, "t")
     t = trajectory(0, 0, 1)
-    write_part(run, epoch, replace(t, routes=None if routes is None else routes[: len(t.tokens) - 1]))
+    write_part(run, epoch, [replace(t, routes=None if routes is None else routes[: len(t.tokens) - 1])])
     writer.seal(0, [0])
 
 
@@ -38,9 +39,9 @@ def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
         (item,) = feed(run, layers)._items(0)
-        s = feed(run, layers)._sequence(item, version=1)
+        s = feed(run, layers)._sequence(item, version=1, rollout=0)
         assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers])
-    assert feed(run, [])._sequence(item, version=1).routes is None  # a stage of dense layers, or no replay
+    assert feed(run, [])._sequence(item, version=1, rollout=0).routes is None  # a stage of dense layers, or no replay
 
 
 @pytest.mark.parametrize("shape", [None, (5, 2), (6, 4)])
@@ -48,3 +49,24 @@ def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
     with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
         feed(run, [0])._items(0)
+
+
+def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(run, world):
+    """Two groups: in group 3, sample 1 (reward 1) has two leaves and sample 0 (reward 0) one; group 8 has one leaf of each."""
+    epoch = run.new_epoch("rollout")
+    writer = BufferWriter(run, epoch)
+    for group, leaves in ((3, {0: 1, 1: 2}), (8, {0: 1, 1: 1})):
+        writer.start(group, "t")
+        for sample, count in leaves.items():
+            write_part(run, epoch, [replace(trajectory(group, sample, 1), leaf=n) for n in range(count)])
+        writer.seal(group, sorted(leaves))
+    f = feed(run, [], shape=None)
+    items = [i for g in (3, 8) for i in f._items(g)]
+    half = 0.5 / (0.5 + 1e-6)
+    assert [(i.group, i.index, i.sample, i.reward) for i in items] == [(3, 0, 0, 0), (3, 1, 1, 1), (3, 2, 1, 1), (8, 0, 0, 0), (8, 1, 1, 1)]
+    assert [i.advantage for i in items] == pytest.approx([-half, half, half, -half, half])
+    plan = Plan(step=1, version=1, items=items)
+    assert [(key, [i.index for i in leaves]) for key, leaves in plan.rollouts.items()] == [((3, 0), [0]), ((3, 1), [1, 2]), ((8, 0), [0]), ((8, 1), [1])]
+    f._train_step.data_rank = 0
+    sequences, bad = f._read(plan, BatchPlan((((4, 2), (1, 0)),)))
+    assert bad == set() and [s.rollout for s in sequences] == [3, 1, 1, 0]

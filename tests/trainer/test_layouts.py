@@ -22,6 +22,8 @@ def results(models, tmp_path_factory):
     for name, layout in DENSE_LAYOUTS.items():
         jobs[f"dense {name}"] = Job(worlds.run_steps, layout, (dense, {}, layout, 2, 6, None))
         jobs[f"roundtrip dense {name}"] = Job(worlds.roundtrip, layout, (dense, layout, 20_000))
+    for reduction in ("token", "sequence"):
+        jobs[f"leaves {reduction}"] = Job(worlds.split_rollout, {}, (dense, {}, reduction))
     jobs["idle"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True}, {"ep": 2}, 2, 1, ROUTES))
     jobs["roundtrip glm ep2"] = Job(worlds.roundtrip, {"ep": 2}, (glm, {"ep": 2}, 20_000))
     jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
@@ -53,6 +55,17 @@ def test_loss_gradient_norm_and_figures_equal_one_rank(results, alone, kind, nam
                 assert got[key] == pytest.approx(want[key], rel=2e-5), key
             for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
                 assert got[key] == want[key], key
+
+
+@pytest.mark.parametrize("reduction", ["token", "sequence"])
+def test_leaves_of_one_rollout_on_different_ranks_train_what_one_sequence_trains(results, world, models, reduction):
+    want = worlds.split_rollout(models["llama"], {}, reduction)["whole"]
+    for rank in results[f"leaves {reduction}"]:
+        assert sorted(rank["leaves"]) == [0, 1]
+        for got in (rank["whole"], rank["split"]):
+            for key in ("loss", "grad_norm", "kl_mean", "ess", "advantage_abs_mean"):
+                assert got[key] == pytest.approx(want[key], rel=2e-5), key
+            assert got["sampled_tokens"] == want["sampled_tokens"]
 
 
 @pytest.mark.parametrize(("kind", "name"), [*CASES, ("glm", "ep2")])

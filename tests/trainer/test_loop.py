@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import h5py
@@ -50,6 +51,16 @@ def trajectory(group, sample, version):
         reward=float(sample), finish_reason="done", turns=1, exact=True)
 
 
+def leaves(group, sample, version):
+    """Sample 1 has a second leaf, as long as the first, that trains the last two tokens alone."""
+    first = trajectory(group, sample, version)
+    if sample == 0:
+        return [first]
+    given = np.arange(len(first.tokens)) < len(first.tokens) - 2
+    return [first, replace(first, leaf=1, loss_mask=np.where(given, 0, 1).astype(np.uint8), logprobs=np.where(given, 0, first.logprobs).astype(np.float32),
+                           versions=np.where(given, NO_VERSION, version).astype(np.int32))]
+
+
 class Producer:
     def __init__(self, run):
         self.run, self.epoch, self.next = run, run.new_epoch("rollout"), 0
@@ -59,7 +70,7 @@ class Producer:
         for _ in range(count):
             self.writer.start(self.next, "t")
             for s in range(2):
-                write_part(self.run, self.epoch, trajectory(self.next, s, version))
+                write_part(self.run, self.epoch, leaves(self.next, s, version))
             self.writer.seal(self.next, [0, 1])
             self.next += 1
 
@@ -112,6 +123,7 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     with h5py.File(run.log_path(1, "trainer", 0, 2), "r", locking=False) as f:
         t = f["tables/steps"]
         assert t["step"].tolist() == [3, 4] and t["unaccounted_tokens"].tolist() == [0, 0]
+        assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
         assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
 
 

@@ -8,7 +8,7 @@ import torch
 import worlds
 
 from miles.config.schema import OptimizerConfig
-from miles.core import MilesError
+from miles.core import MilesError, StructureError
 from miles.trainer.batching import Sequence
 from miles.trainer.step import learning_rate
 
@@ -37,6 +37,25 @@ def test_loss_is_the_mean_over_the_whole_step_however_it_is_cut(world, models, r
     per_token = [-np.minimum(np.exp(np.array(lp) - s.logprobs[1:][s.loss_mask[1:] == 1]), 2.0) * s.advantage for lp, s in zip(ours, batch, strict=True)]
     want = np.concatenate(per_token).mean() if reduction == "token" else np.mean([t.mean() for t in per_token])
     assert pieces[0].loss == pytest.approx(want, rel=1e-4)
+
+
+def test_two_leaves_of_a_rollout_train_what_one_sequence_with_the_same_tokens_trains(world, models):
+    """A rollout of two turns; as two leaves, the first ends with the first turn, and the second holds it as given text."""
+    for reduction in ("token", "sequence"):
+        whole, split = worlds.whole_and_split(26)
+        got = [worlds.build(models["llama"], {}, algorithm={"reduction": reduction}).run(batch, number=0) for batch in (whole, split)]
+        assert [len(whole), len(split)] == [3, 4] and got[0].sampled_tokens == got[1].sampled_tokens
+        for name in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess", "advantage_abs_mean"):
+            assert getattr(got[0], name) == pytest.approx(getattr(got[1], name), rel=1e-5), (reduction, name)
+        # by leaves instead of rollouts, the sequence reduction would give another loss
+        alone = worlds.build(models["llama"], {}, algorithm={"reduction": reduction}).run([changed(s, rollout=i) for i, s in enumerate(split)], number=0)
+        assert (abs(alone.loss - got[0].loss) > 1e-3 * abs(got[0].loss)) == (reduction == "sequence")
+
+
+def test_a_rollout_that_is_not_of_this_step_is_refused(world, models):
+    batch = worlds.sequences(2, 24)
+    with pytest.raises(StructureError, match="rollout 2 in a step of 2 sequences"):
+        worlds.build(models["llama"], {}).run([batch[0], changed(batch[1], rollout=2)], number=0)
 
 
 def test_exact_figures_count_exact_trajectories_only(world, models):

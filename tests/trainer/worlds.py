@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int
     """Random sequences of 5..longest tokens; `routes` = (MoE layers, K, experts)."""
     rng = np.random.default_rng(seed)
     out = []
-    for _ in range(count):
+    for rollout in range(count):
         n = int(rng.integers(5, longest + 1))
         mask = (rng.random(n) < 0.5).astype(np.uint8)
         mask[0], mask[-1] = 0, 1
@@ -32,8 +33,23 @@ def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int
             chosen = rng.random((n - 1, layers, experts)).argsort(-1)[..., :k].astype(np.uint8)
         out.append(Sequence(tokens=rng.integers(0, vocab, n).astype(np.int32), loss_mask=mask,
                             logprobs=np.where(mask, rng.uniform(-6, -3, n), 0).astype(np.float32), versions=np.where(mask, 0, -1).astype(np.int32),
-                            routes=chosen, advantage=float(rng.normal()), exact=bool(rng.random() < 0.5)))
+                            routes=chosen, advantage=float(rng.normal()), exact=bool(rng.random() < 0.5), rollout=rollout))
     return out
+
+
+def whole_and_split(seed: int) -> tuple[list[Sequence], list[Sequence]]:
+    """Three rollouts of one sequence each; and the same with the first as two leaves: it ends with its first turn, and the other has that as given text."""
+    rng = np.random.default_rng(seed)
+    base = sequences(3, seed)
+    mask = np.r_[np.zeros(6), np.ones(9), np.zeros(5), np.ones(14)].astype(np.uint8)
+    n, end = len(mask), 15
+    whole = replace(base[0], tokens=rng.integers(0, 131, n).astype(np.int32), loss_mask=mask, versions=np.where(mask, 0, -1).astype(np.int32),
+                    logprobs=np.where(mask, rng.uniform(-6, -3, n), 0).astype(np.float32))
+    first = replace(whole, **{name: getattr(whole, name)[:end] for name in ("tokens", "loss_mask", "logprobs", "versions")})
+    shared = np.arange(n) < end
+    second = replace(whole, loss_mask=np.where(shared, 0, mask).astype(np.uint8), logprobs=np.where(shared, 0, whole.logprobs).astype(np.float32),
+                     versions=np.where(shared, -1, whole.versions).astype(np.int32))
+    return [whole, *base[1:]], [first, second, *base[1:]]
 
 
 def trainer_config(layout: Layout, **changes) -> TrainerConfig:
@@ -83,6 +99,17 @@ def score(folder: str, options: dict, layout: dict, count: int, seed: int, route
 def run_steps(folder: str, options: dict, layout: dict, steps: int, count: int, routes: list | None) -> list[dict]:
     step = build(folder, layout, **options)
     return [vars(step.run(sequences(count, 100 + i, routes=tuple(routes) if routes else None), number=i)) for i in range(steps)]
+
+
+def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
+    """A step over three rollouts, whole and with one of them split into two leaves; `leaves`: data ranks on which these lie."""
+    out = {}
+    for name, batch in zip(("whole", "split"), whole_and_split(26), strict=True):
+        step = build(folder, layout, algorithm={"reduction": reduction})
+        plan = step.plan([len(s.tokens) for s in batch])
+        out[name] = vars(step.run(batch, number=0))
+        out["leaves"] = [r for i in (0, 1) for r in range(step.data_ranks) if i in plan.of_rank(r)]
+    return out
 
 
 def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:

@@ -1,0 +1,202 @@
+"""Open sessions on disk, so that a server that was killed continues them.
+
+    RUN/sessions/r003.e0007.0002.log     rank 3, epoch 7 of the rollout role, second file of that process
+
+A file is a row of frames `<u32 length> <u64 xxh3-64 of the body> <body>` (little endian), each body one record in MessagePack: a session was opened, a
+turn was answered, a session was closed. It begins with the sessions that were open when it was made and appears by one rename, so the newest file
+alone is the truth and older ones are removed. A torn last frame (kill -9, full disk) is not believed; its turn was never answered.
+
+Turns of many sessions are made durable together: while one write and fsync is under way the next ones gather.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import xxhash
+
+from miles.core import EnvironmentFault, MilesError
+from miles.rundir.publish import explain_os_errors, publish_file, temp_path
+
+log = logging.getLogger(__name__)
+
+_FRAME = struct.Struct("<IQ")
+ROTATE_BYTES = 64 << 20  # a file of this size is replaced by one of the sessions that are still open, if that is much smaller
+
+
+class Opened(msgspec.Struct, tag="open", omit_defaults=True):
+    """A session began."""
+
+    id: str
+    routing_key: str
+    version: int  # weight version served at its opening
+    wall: float  # unix seconds
+
+
+class Answered(msgspec.Struct, tag="turn", omit_defaults=True):
+    """A turn was sampled. Arrays are the bytes of `Turn`'s; of its input only what follows the tokens of `parent`."""
+
+    id: str
+    kept: int  # turns of the session that stand before this one; a linear retry drops those after
+    parent: int  # index of the turn it goes on from, -1 for none
+    appended: list[dict[str, Any]]
+    reply: dict[str, Any]
+    new_ids: bytes
+    output_ids: bytes
+    logprobs: bytes
+    versions: bytes
+    finish: str
+    tools: list[dict[str, Any]] | None = None  # of a first turn
+    cached: int = 0
+    cacheable: int = 0
+    reused: int = 0
+    seconds: float = 0.0
+    routes: bytes | None = None
+    routes_dtype: str = ""
+    routes_shape: tuple[int, ...] = ()
+    routes_start: int = 0
+    counters: dict[str, Any] = {}
+
+
+class Closed(msgspec.Struct, tag="close"):
+    id: str
+
+
+Record = Opened | Answered | Closed
+_encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Record)
+
+
+def frame(record: Record) -> bytes:
+    body = _encoder.encode(record)
+    return _FRAME.pack(len(body), xxhash.xxh3_64_intdigest(body)) + body
+
+
+def read_frames(data: bytes) -> Iterator[Record]:
+    """The records up to the first frame that is torn."""
+    view, at = memoryview(data), 0
+    while at + _FRAME.size <= len(view):
+        length, digest = _FRAME.unpack_from(view, at)
+        body = view[at + _FRAME.size: at + _FRAME.size + length]
+        if len(body) < length or xxhash.xxh3_64_intdigest(body) != digest:
+            return
+        yield _decoder.decode(body)
+        at += _FRAME.size + length
+
+
+def open_sessions(records: Iterable[Record]) -> dict[str, tuple[Opened, list[Answered]]]:
+    """Sessions that were not closed, with their turns as they stand. Pure."""
+    found: dict[str, tuple[Opened, list[Answered]]] = {}
+    for record in records:
+        match record:
+            case Opened():
+                found[record.id] = (record, [])
+            case Answered():
+                turns = found[record.id][1]
+                turns[record.kept:] = [record]
+            case Closed():
+                found.pop(record.id, None)
+    return found
+
+
+class SessionStore:
+    """The file of one server process. `restored`: the sessions that its predecessors left open. Use `append` in one event loop."""
+
+    def __init__(self, folder: Path, rank: int, epoch: int, fence: Callable[[], None] = lambda: None):
+        """`fence` raises StaleEpochError when another process has taken over; asked before each answer."""
+        self._folder, self._stem, self._fence = folder, f"r{rank:03d}", fence
+        fence()
+        folder.mkdir(exist_ok=True)
+        self._number, self._epoch = 0, epoch
+        files = sorted(folder.glob(f"{self._stem}.e*.log"))
+        self.restored = open_sessions(read_frames(files[-1].read_bytes())) if files else {}
+        self._waiting: list[tuple[bytes, asyncio.Future]] = []
+        self._flusher: asyncio.Task | None = None
+        self._thread = ThreadPoolExecutor(1, "sessions")
+        self._fd, self._path, self._size, self._rotate_at = -1, folder, 0, ROTATE_BYTES
+        self._broken: MilesError | None = None
+        self._begin(self.restored)
+
+    async def append(self, *records: Record) -> None:
+        """Returns when the records survive kill -9 and power loss. Raises EnvironmentFault when they cannot be written: then they are not there."""
+        done = asyncio.get_running_loop().create_future()
+        self._waiting.append((b"".join(map(frame, records)), done))
+        if self._flusher is None:
+            self._flusher = asyncio.create_task(self._flush())
+        await done
+
+    async def close(self) -> None:
+        while self._flusher is not None:
+            await asyncio.sleep(0.001)
+        self._thread.shutdown()
+        os.close(self._fd)
+
+    async def _flush(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._waiting:
+            batch, self._waiting = self._waiting, []
+            try:
+                await loop.run_in_executor(self._thread, self._commit, b"".join(data for data, _ in batch))
+            except MilesError as e:
+                for _, done in batch:
+                    if not done.done():
+                        done.set_exception(e)
+            else:
+                for _, done in batch:
+                    if not done.done():
+                        done.set_result(None)
+        self._flusher = None
+
+    # -- in the thread -------------------------------------------------------------------------------------------------------
+    def _commit(self, data: bytes) -> None:
+        if self._broken is not None:
+            raise self._broken
+        path = self._path
+        try:
+            with explain_os_errors(path):
+                view = memoryview(data)
+                while view:
+                    view = view[os.pwrite(self._fd, view, self._size + len(data) - len(view)):]
+                os.fsync(self._fd)
+        except (EnvironmentFault, OSError) as e:
+            fault = e if isinstance(e, EnvironmentFault) else EnvironmentFault(f"cannot write {path}: {e}", "a file system that keeps what is written")
+            try:
+                os.ftruncate(self._fd, self._size)  # half a frame would hide all that come after it
+                os.fsync(self._fd)
+            except OSError:
+                self._broken = fault  # what is in the file is no longer known
+            raise fault from e
+        self._size += len(data)
+        self._fence()
+        if self._size > self._rotate_at:
+            try:
+                self._begin(open_sessions(read_frames(path.read_bytes())))
+            except (EnvironmentFault, OSError) as e:
+                log.warning("%s stays in use: %s", path, e)
+                self._rotate_at = 2 * self._size
+
+    def _begin(self, live: dict[str, tuple[Opened, list[Answered]]]) -> None:
+        """Go on in a new file that begins with these sessions. The old one stays in use when that fails."""
+        path = self._folder / f"{self._stem}.e{self._epoch:04d}.{self._number + 1:06d}.log"
+        with explain_os_errors(path):
+            with open(temp_path(path), "wb") as f:
+                for opened, turns in live.values():
+                    f.write(frame(opened))
+                    f.writelines(frame(t) for t in turns)
+            publish_file(temp_path(path), path)
+            fd = os.open(path, os.O_WRONLY)
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd, self._path, self._number = fd, path, self._number + 1
+        self._size = os.fstat(fd).st_size
+        self._rotate_at = max(ROTATE_BYTES, 4 * self._size)
+        for old in self._folder.glob(f"{self._stem}.e*.log"):
+            if old < path:
+                old.unlink(missing_ok=True)

@@ -1,0 +1,118 @@
+"""A rank that plays samples with several leaves: from the option to the sealed group, and what it logs."""
+
+import asyncio
+import json
+import math
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+
+import miles.rollout.worker
+from miles.buffer import BufferWriter, read_group
+from miles.config import load_config
+from miles.core import NO_VERSION, Trajectory
+from miles.env import Episode
+from miles.log import RunLog
+from miles.rollout.worker import Worker
+from miles.rundir import RunDir
+from miles.session import Engine
+from tests.engine.tiny import make_tokenizer
+from tests.session.conftest import SHAPE_CONFIG, user
+from tests.session.fake import FakeEngine
+
+
+async def forking_episode(task, chat, limits):
+    """An agent that asks, goes on, and then goes back to its first reply with other words."""
+    first = (await chat([user("q")])).message
+    await chat([user("q"), first, user("left")])
+    await chat([user("q"), first, user("right")])
+    return Episode(reward=0.5, finish="done", turns=3, env_s=0.25)
+
+
+@pytest.fixture
+def play(tmp_path, monkeypatch):
+    """Plays a sample of group 0 with the forking agent on a rank with a given `rollout.history`; (what it reported, the sealed trajectories, its log)."""
+    monkeypatch.setattr(miles.rollout.worker, "run_episode", forking_episode)
+    tokenizer = make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **SHAPE_CONFIG}))
+
+    def played(history):
+        run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"model.path={tmp_path / 'model'}", f"rollout.history={history}")))
+        epoch, attempt, reports = run.new_epoch("rollout"), run.new_attempt(), []
+        log = RunLog(tmp_path / "rank.h5")
+        worker = Worker(run, 0, epoch, attempt, {"t": SimpleNamespace(name="t")}, log, reports.append)
+        engine = FakeEngine([stop := tokenizer.eos_token_id])
+        engine.outputs = [[50, stop], [51, stop], [52, 53, stop]]
+
+        async def main():
+            worker._engines.up(Engine(0, engine))
+            worker.assign(0, 3, "t")
+            await asyncio.gather(*worker._running)
+            await worker._service.store.close()
+
+        asyncio.run(main())
+        log.close()
+        sealed = []
+        if reports[0]["cause"] is None:
+            writer = BufferWriter(run, epoch)
+            writer.start(0, "t")
+            writer.seal(0, [3])
+            sealed = read_group(run.buffer_dir, 0).trajectories
+        with h5py.File(tmp_path / "rank.h5", "r", locking=False) as f:
+            tables = {name: table[...] for name, table in f["tables"].items()}
+        return SimpleNamespace(reports=reports, sealed=sealed, tables=tables, stop=stop, dropped=list((run.attempt_dir(attempt) / "dropped").glob("*")))
+
+    return played
+
+
+def test_with_a_branching_history_an_agent_that_forks_has_a_trajectory_for_each_conversation(play):
+    got = play("branching")
+    assert got.reports == [{"kind": "finished", "group": 0, "sample": 3, "cause": None}]
+    assert [(t.sample, t.leaf, t.reward, t.turns, t.tokens[t.loss_mask == 1].tolist()) for t in got.sealed] == [
+        (3, 0, 0.5, 2, [50, got.stop, 51, got.stop]), (3, 1, 0.5, 1, [52, 53, got.stop])]
+    (row,) = got.tables["trajectories"]
+    assert (row["leaves"], row["turns"], row["sampled_tokens"], row["status"]) == (2, 3, 7, b"ok")
+    assert [(r["kind"], r["cause"], r["count"]) for r in got.tables["mismatches"]] == [(b"branched", b"content", 1)]
+
+
+def test_with_a_linear_history_it_has_one_and_the_fork_is_a_retry(play):
+    got = play("linear")
+    assert [(t.leaf, t.turns, t.tokens[t.loss_mask == 1].tolist()) for t in got.sealed] == [(0, 2, [50, got.stop, 52, 53, got.stop])]
+    assert got.sealed[0].meta["retried_turns"] == 1 and "mismatches" not in got.tables
+
+
+def leaf(number, mask, versions, turns, prompt, cached, cacheable, reused):
+    mask = np.array(mask, np.uint8)
+    at = np.full(len(mask), NO_VERSION, np.int32)
+    at[mask == 1] = versions
+    return Trajectory(
+        group_id=2, sample=1, leaf=number, task_id="t", tokens=np.zeros(len(mask), np.int32), loss_mask=mask, logprobs=np.zeros(len(mask), np.float32),
+        versions=at, routes=None, reward=0.5, finish_reason="done", turns=turns, exact=False, cached_tokens=cached, cacheable_tokens=cacheable,
+        prompt_tokens=prompt, meta={"reused_tokens": reused, "moves": 1, "engine_s": 3.0, "env_s": 1.5, "refused_requests": {"history:tools": 1},
+                                    "branched_requests": {"content": 2, "rewind": 1}})
+
+
+def logged(leaves, cause):
+    rows = []
+    worker = Worker.__new__(Worker)  # without its engine
+    worker._rank, worker._log = 4, SimpleNamespace(row=lambda table, **values: rows.append((table, values)))
+    worker._log_trajectory(2, 1, SimpleNamespace(name="t"), leaves, cause, 9.0)
+    return rows
+
+
+def test_a_sample_is_one_row_with_the_sums_of_its_leaves_and_a_row_for_each_cause():
+    rows = logged([leaf(0, [0, 1, 1, 0, 1], [3, 3, 4], 2, 10, 4, 3, 3), leaf(1, [0, 0, 0, 1], [6], 1, 7, 2, 2, 1)], None)
+    assert rows[0] == ("trajectories", {
+        "group_id": 2, "sample": 1, "task_id": "t", "rank": 4, "reward": 0.5, "leaves": 2, "turns": 3, "tokens": 9, "sampled_tokens": 4, "prompt_tokens": 17,
+        "cached_tokens": 6, "cacheable_tokens": 5, "reused_tokens": 4, "moves": 1, "engine_s": 3.0, "env_s": 1.5, "oldest_version": 3, "newest_version": 6,
+        "finish": "done", "seconds": 9.0, "status": "ok"})
+    assert [(table, r["kind"], r["cause"], r["count"]) for table, r in rows[1:]] == [
+        ("mismatches", "branched", "content", 2), ("mismatches", "branched", "rewind", 1), ("mismatches", "refused", "history:tools", 1)]
+
+
+def test_a_sample_that_did_not_finish_has_a_row_of_the_same_columns():
+    (_, row), = logged([], "dropped:assembly:prefix")
+    assert set(row) == set(logged([leaf(0, [0, 1], [3], 1, 1, 0, 0, 0)], None)[0][1])
+    assert math.isnan(row["reward"]) and (row["leaves"], row["tokens"], row["oldest_version"], row["status"]) == (0, 0, -1, "dropped:assembly:prefix")

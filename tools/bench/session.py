@@ -1,0 +1,311 @@
+#!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
+"""The session server: what a turn costs over calling the engine directly, how many it serves, and prefix reuse of a real engine. [--quick] [--json]
+
+Three processes: the server (pinned to one core), a stub engine that answers at once in SGLang's format, and this one, which plays the harness. All over
+loopback HTTP, every turn durable (on disk before its answer) as in a run.
+  added time    one session with a history of 1k and of 64k tokens; each turn appends 40 to 60 tokens. Baseline: the same number of tokens sent to the
+                engine by the client the server uses. The two alternate, in one run; p50 of the difference.
+  throughput    512 sessions at once, each a conversation of 8 turns, then a new one. Limit: the same harness against a server that only answers.
+  prefix reuse  a real SGLang on a tiny random model, 16 sessions of 24 turns at once, which begin with instructions of about 1,000 tokens as agents'
+                do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach.
+Exit 1 where a target is missed.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import aiohttp
+import msgspec
+import numpy as np
+from aiohttp import web
+
+TOKEN = "bench-token"
+SENTENCE = "list the files in the folder, then print file.txt and count its lines\n"
+REPLY_TOKENS = 12
+CONTEXT = 80_000
+SESSIONS = 512
+TURNS = 8
+
+
+# -- the processes beside this one ------------------------------------------------------------------------------------------------
+async def serve_stub(folder: str) -> None:
+    """SGLang's `/generate`, answered at once: the tokens of a short reply, log-probabilities, versions, a prefix that is always cached."""
+    from miles.session import ChatTokenizer
+
+    chat = ChatTokenizer.from_folder(folder)
+    out = [*chat.encode("echo hello world > out.txt && cat out.txt")[: REPLY_TOKENS - 1], chat.stop_ids[0]]
+    logprobs = [[-0.25, t, None] for t in out]
+    spans = [{"version": "0", "start": 0, "end": len(out)}]
+
+    async def generate(request: web.Request) -> web.Response:
+        body = msgspec.json.decode(await request.read())
+        n = len(body["input_ids"])
+        return web.Response(body=msgspec.json.encode({"text": "", "output_ids": out, "meta_info": {
+            "id": body["rid"], "finish_reason": {"type": "stop", "matched": out[-1]}, "prompt_tokens": n, "completion_tokens": len(out),
+            "cached_tokens": n - 1, "weight_version": "0", "weight_versions": spans, "output_token_logprobs": logprobs}}), content_type="application/json")
+
+    async def info(request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": "0"})
+
+    async def nothing(request: web.Request) -> web.Response:
+        await request.read()
+        return web.Response(body=b'{"choices": [{"message": {"role": "assistant", "content": "ok"}}]}', content_type="application/json")
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/generate", generate), web.get("/model_info", info), web.post("/nothing", nothing)])
+    await _announce(app)
+
+
+async def serve_sessions(folder: str, engine: str, store: str) -> None:
+    from miles.engine import EngineClient
+    from miles.session import (
+        ChatTokenizer,
+        Engines,
+        SessionLimits,
+        SessionServer,
+        SessionService,
+        SessionStore,
+    )
+
+    client = EngineClient(engine, TOKEN, folder, max_context=CONTEXT)
+    await client.refresh_version()
+    service = SessionService(Engines.of(client), ChatTokenizer.from_folder(folder), SessionLimits(CONTEXT - 1000, 64, 60.0, 1.0, max_sessions=2 * SESSIONS),
+                             store=SessionStore(Path(store), 0, 1))
+    print(await SessionServer(service, TOKEN).start(_free_port()), flush=True)
+    await asyncio.Event().wait()
+
+
+async def _announce(app: web.Application) -> None:
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
+    print(f"http://127.0.0.1:{runner.addresses[0][1]}", flush=True)
+    await asyncio.Event().wait()
+
+
+def _free_port() -> int:
+    from miles.engine import lease_port
+
+    return lease_port(37000).port
+
+
+@contextmanager
+def process(core: int | None, *args: str):
+    """(process, the URL it announced). `core`: the one it runs on."""
+    child = subprocess.Popen([sys.executable, __file__, *args], stdout=subprocess.PIPE, text=True)
+    try:
+        if core is not None and os.cpu_count() > 1:
+            os.sched_setaffinity(child.pid, {core})
+        url = child.stdout.readline().strip()
+        if not url:
+            raise SystemExit(f"the {args[1]} process did not start")
+        yield child, url
+    finally:
+        child.kill()
+        child.wait()
+
+
+# -- the harness ------------------------------------------------------------------------------------------------------------------
+class Harness:
+    """One conversation over HTTP."""
+
+    def __init__(self, http: aiohttp.ClientSession, server: str):
+        self._http, self._server, self.messages, self.base = http, server, [], ""
+
+    async def open(self) -> None:
+        async with self._http.post(f"{self._server}/sessions", json={}) as r:
+            opened = await r.json()
+        self.base, self.messages = f"{self._server}/sessions/{opened['id']}", []
+
+    async def turn(self, text: str) -> dict:
+        self.messages.append({"role": "user", "content": text})
+        async with self._http.post(self.base + "/v1/chat/completions", data=msgspec.json.encode({"messages": self.messages})) as r:
+            answer = msgspec.json.decode(await r.read())
+        if "choices" not in answer:
+            raise SystemExit(f"a turn failed: {answer}")
+        self.messages.append(answer["choices"][0]["message"])
+        return answer["usage"]
+
+    async def finish(self) -> dict:
+        async with self._http.post(self.base + "/finish") as r:
+            return await r.json()
+
+
+def _http() -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}, connector=aiohttp.TCPConnector(limit=0))
+
+
+async def added_time(folder: str, server: str, engine: str, history: int, turns: int) -> tuple[float, float]:
+    """(p50 of a turn through the session, p50 of the engine alone), seconds, with about `history` tokens before."""
+    from miles.engine import EngineClient, Sampling
+    from miles.session import ChatTokenizer
+
+    per_sentence = len(ChatTokenizer.from_folder(folder).encode(SENTENCE * 100)) / 100
+    client, rng = EngineClient(engine, TOKEN, folder, max_context=CONTEXT), np.random.default_rng(0)
+    async with _http() as http:
+        harness = Harness(http, server)
+        await harness.open()
+        await harness.turn(SENTENCE * int(history / per_sentence))
+        through, alone = [], []
+        for i in range(turns):
+            start = time.perf_counter()
+            usage = await harness.turn(f"output {i}: " + SENTENCE * 2)
+            through.append(time.perf_counter() - start)
+            ids = rng.integers(10, 300, usage["prompt_tokens"]).astype(np.int32)
+            start = time.perf_counter()
+            await client.generate(f"alone{i}", ids, Sampling(64, stop_token_ids=(2,)), routing_key="bench", routes_from=len(ids) - 60, extra_key="v0")
+            alone.append(time.perf_counter() - start)
+        await harness.finish()
+    await client.close()
+    return statistics.median(through[3:]), statistics.median(alone[3:])
+
+
+async def throughput(server: str, pid: int, conversations: int) -> tuple[float, float, int]:
+    """(turns/s, growth of the server's memory over the second half, turns lost) of SESSIONS conversations at once."""
+    done, lost, memory = 0, 0, []
+    left = conversations
+
+    async def play(http: aiohttp.ClientSession) -> None:
+        nonlocal done, lost, left
+        while left > 0:
+            left -= 1
+            harness = Harness(http, server)
+            await harness.open()
+            for i in range(TURNS):
+                await harness.turn(f"output {i}: " + SENTENCE * 2)
+                done += 1
+            summary = await harness.finish()
+            lost += TURNS - len(summary["turns"])
+            memory.append(_rss(pid))
+
+    start = time.perf_counter()
+    async with _http() as http:
+        await asyncio.gather(*(play(http) for _ in range(SESSIONS)))
+    seconds = time.perf_counter() - start
+    half = memory[len(memory) // 2:]
+    return done / seconds, half[-1] / half[0], lost
+
+
+async def harness_limit(engine: str, requests: int) -> float:
+    """Turns/s of the same harness against a server that answers without doing anything."""
+    async with _http() as http:
+        async def play(n: int) -> None:
+            messages = []
+            for i in range(n):
+                messages.append({"role": "user", "content": f"output {i}: " + SENTENCE * 2})
+                async with http.post(engine + "/nothing", data=msgspec.json.encode({"messages": messages})) as r:
+                    messages.append(msgspec.json.decode(await r.read())["choices"][0]["message"])
+
+        start = time.perf_counter()
+        await asyncio.gather(*(play(TURNS) for _ in range(requests // TURNS)))
+        return requests / (time.perf_counter() - start)
+
+
+def _rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+# -- a real engine ----------------------------------------------------------------------------------------------------------------
+async def prefix_reuse(folder: str, scratch: Path, sessions: int, turns: int) -> tuple[float, float]:
+    """(of the prompt tokens already computed for their session, the share that came from the cache; the same of all after the first turn)."""
+    from miles.config import load_config
+    from miles.engine import EngineClient, EngineProcess
+    from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
+
+    config = load_config(ROOT / "configs/tiny_async.toml", (f"model.path={folder}", "model.recipe=none", "engine.port_base=37100",
+                                                            "engine.max_total_tokens=200000", "model.max_context=4096"))
+    (scratch / "token").write_text(TOKEN)
+    engine = EngineProcess(config, rank=0, log_path=scratch / "engine.log", token_file=scratch / "token", platform="cpu")
+    client = EngineClient(await engine.start(), TOKEN, folder, max_context=4096)
+    try:
+        await client.refresh_version()
+        service = SessionService(Engines.of(client), ChatTokenizer.from_folder(folder), SessionLimits(4000, 32, 120.0, 1.0))
+
+        async def play(n: int):
+            session, messages = service.open(f"s{n}"), [{"role": "user", "content": f"{n}: {SENTENCE * 40}"}]
+            while len(session.turns) < turns:
+                # A random model hardly ever says the stop token: common letters end a turn, so that it can be continued.
+                reply = await session.chat(messages, stop=("a", "e", "i", "o"))
+                if reply.finish_reason == "stop":
+                    messages += [reply.message, {"role": "user", "content": f"output {len(session.turns)}: {SENTENCE}"}]
+            return session
+
+        played = await asyncio.gather(*(play(n) for n in range(sessions)))
+    finally:
+        await client.close()
+        await engine.stop()
+    reused, cacheable = sum(s.reused_tokens for s in played), sum(s.cacheable_tokens for s in played)
+    later = [t for s in played for t in s.turns[1:]]
+    return reused / cacheable, sum(t.cached_tokens for t in later) / sum(len(t.input_ids) for t in later)
+
+
+# -- figures ----------------------------------------------------------------------------------------------------------------------
+def figure(name: str, unit: str, value: float, baseline: float | None, limit: float | None, target: float, ok: bool) -> dict:
+    ratio = None if not baseline else value / baseline
+    return {"figure": name, "unit": unit, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
+
+
+def measure(quick: bool) -> list[dict]:
+    from tests.engine.tiny import make_model
+
+    figures = []
+    with tempfile.TemporaryDirectory() as scratch:
+        moe, folder = str(make_model(Path(scratch) / "moe")), str(make_model(Path(scratch) / "dense", "llama"))
+        os.sched_setaffinity(0, {os.cpu_count() - 1})
+        with process(os.cpu_count() - 1, "--role", "stub", "--folder", folder) as (_, engine), \
+                process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
+            added = {}
+            for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
+                through, alone = asyncio.run(added_time(folder, url, engine, tokens, 40 if quick else 150))
+                added[tokens] = through - alone
+                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * (through - alone), 1e3 * alone, 0.0, 1e3 * most, through - alone <= most))
+            figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, 2.0, added[65536] <= 2 * added[1024]))
+            limit = asyncio.run(harness_limit(engine, 4096))
+            rate, growth, lost = asyncio.run(throughput(url, server.pid, SESSIONS * (2 if quick else 6)))
+            figures.append(figure(f"{SESSIONS} sessions at once, one core", "turns/s", rate, None, limit, 500, rate >= 500))
+            figures.append(figure("memory at the end over that at half", "x", growth, None, 1.0, 1.05, growth <= 1.05))
+            figures.append(figure("turns lost", "", lost, None, 0, 0, lost == 0))
+        os.sched_setaffinity(0, set(range(os.cpu_count())))
+        same, all_later = asyncio.run(prefix_reuse(moe, Path(scratch), 8 if quick else 16, 24))
+        figures.append(figure("prefix tokens of the session from the cache", "", same, None, 1.0, 0.96, same >= 0.96))
+        figures.append(figure("all prompt tokens after the first turn", "", all_later, None, 1.0, 0.96, all_later >= 0.96))
+    return figures
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("--json", action="store_true")
+    for name in ("--role", "--folder", "--engine", "--store"):
+        parser.add_argument(name, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role:
+        asyncio.run(serve_stub(args.folder) if args.role == "stub" else serve_sessions(args.folder, args.engine, args.store))
+        return 0
+    figures = measure(args.quick)
+    if args.json:
+        print(json.dumps({"bench": "session", "cpus": os.cpu_count(), "figures": figures}))
+    else:
+        print(f"{'figure':46} {'value':>10} {'baseline':>10} {'ratio':>7} {'limit':>8} {'target':>8}")
+        for f in figures:
+            cells = [f"{f[k]:,.3f}" if f[k] is not None else "" for k in ("value", "baseline", "ratio", "limit", "target")]
+            print(f"{f['figure'] + (' [' + f['unit'] + ']' if f['unit'] else ''):46} {cells[0]:>10} {cells[1]:>10} {cells[2]:>7} {cells[3]:>8} {cells[4]:>8}" + ("" if f["ok"] else "  MISSED"))
+    return 0 if all(f["ok"] for f in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
