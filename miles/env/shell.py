@@ -220,7 +220,7 @@ class Shell:
 
 
 def _report(nonce: str) -> bytes:
-    return f"\\builtin printf '%s %d\\n' {nonce} $?\n".encode()
+    return f"\\builtin printf '%s %d\\n' {nonce} \"$?\"\n".encode()
 
 
 class _Fifo:

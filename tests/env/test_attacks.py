@@ -351,7 +351,7 @@ def test_no_launcher_is_left_whenever_the_harness_is_killed_while_it_sets_a_sand
 
 def test_plain_workspaces_of_dead_owners_are_swept_with_their_processes_and_others_are_not(tmp_path):
     code = f"import os, subprocess, pathlib\nfrom miles.env import Workspace\nw = Workspace(disk_mb=None, scratch=pathlib.Path({str(tmp_path)!r}))\n" \
-           "p = subprocess.Popen(['sh', '-c', 'sleep 300.625', str(w.root)], start_new_session=True, stdout=subprocess.DEVNULL)\nprint(p.pid, flush=True)\nos.kill(os.getpid(), 9)"
+           "p = subprocess.Popen(['sh', '-c', 'sleep 300.625', str(w.root)], start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\nprint(p.pid, flush=True)\nos.kill(os.getpid(), 9)"
     dead = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert dead.returncode == -signal.SIGKILL
     for name in ("miles-env-1-1-1-x", "miles-env-old", "other"):  # another pid namespace's, an older version's, somebody else's

@@ -9,6 +9,7 @@ import pytest
 from miles.core import ConfigError, EnvironmentFault
 from miles.env import CommandLimits, Sandbox, Shell, Workspace
 from miles.env import sandbox as sandbox_module
+from miles.env import workspace as workspace_module
 from tests.env.boxes import run
 
 QUICK = CommandLimits(wall_s=5.0, output_chars=400, processes=32)
@@ -100,7 +101,38 @@ def test_start_files_are_copied_without_the_dockerfile(tmp_path):
     assert result.output == "a.txt\nred\n" and (tmp_path / "a.txt").read_text() == "red\n"
 
 
+def test_a_workspace_that_is_being_made_when_its_user_is_cancelled_is_closed():
+    made = []
+
+    class Recorded(Sandbox):
+        def workspace(self, *args):
+            made.append(super().workspace(*args))
+            return made[-1]
+
+    async def cancelled():
+        async def use():
+            async with Recorded().opened(None, QUICK):
+                raise AssertionError("never entered")
+
+        job = asyncio.ensure_future(use())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        job.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await job
+        while not made or made[0].root.exists():
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(cancelled(), 10))
+
+
 # ---- refusals ----
+
+
+def test_a_machine_that_makes_no_namespaces_is_a_fault_that_says_what_to_look_at(monkeypatch):
+    monkeypatch.setattr(workspace_module, "_HOLD", "echo 'unshare: Operation not permitted' >&2; exit 1")
+    with pytest.raises(EnvironmentFault, match=r"Operation not permitted[\s\S]*max_user_namespaces"):
+        Workspace()
 
 
 def test_a_missing_bubblewrap_says_what_to_install(monkeypatch):

@@ -148,6 +148,10 @@ def test_settings_of_the_shell_do_not_break_the_records(command):
     assert results[0].stopped == ""
 
 
+def test_exit_codes_do_not_pass_through_the_shells_word_splitting():
+    assert [r.exit_code for r in play("IFS=0123456789; (exit 12)", "(exit 7)")] == [12, 7]
+
+
 def test_commands_have_only_their_three_descriptors():
     assert outputs("bash -c 'for i in {0..300}; do [ -e /proc/self/fd/$i ] && echo $i; done'") == ["0\n1\n2\n"]
 
