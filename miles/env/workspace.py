@@ -201,9 +201,10 @@ def sweep(folder: Path | None = None) -> list[str]:
 
 
 def _kill_users(name: str) -> None:
-    """Launchers name the workspace in their arguments."""
+    """Launchers name the workspace in their arguments; what they started goes with them."""
     for entry in os.listdir("/proc"):
         if entry.isdigit() and int(entry) != os.getpid():
             with contextlib.suppress(OSError):  # it ended, or is not ours
                 if name.encode() in Path(f"/proc/{entry}/cmdline").read_bytes():
-                    os.kill(int(entry), signal.SIGKILL)
+                    for pid in (int(entry), *(p.pid for p in processes.below(int(entry)))):
+                        os.kill(pid, signal.SIGKILL)

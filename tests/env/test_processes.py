@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -50,8 +51,9 @@ def test_sampling_counts_no_more_than_the_cpus_there_are():
 def test_the_tree_below_a_process_is_found_and_ends_with_it():
     child = subprocess.Popen(["sh", "-c", "sleep 20 & sleep 20 & wait"])
     try:
-        while len(found := below(child.pid)) < 2:
+        while sum(Path(f"/proc/{p.pid}/comm").read_text() == "sleep\n" and p.rss > 0 for p in below(child.pid)) < 2:
             pass
+        found = below(child.pid)
         assert {read(p.pid).started for p in found} == {p.started for p in found}
         assert child.pid in {p.pid for p in below(os.getpid())}
         assert 0 < proportional_bytes(found) < sum(p.rss for p in found)
