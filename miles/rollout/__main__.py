@@ -17,6 +17,7 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
     from miles.log import RunLog
     from miles.rollout.leader import Leader
     from miles.rollout.worker import Worker
+    from miles.session import settle_collector
     from miles.weights.store import WeightStore
 
     sweep(Path(load_site(run.config.cluster.site).scratch))  # what killed ranks of this node left behind
@@ -24,6 +25,7 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
     tasks = {t.name: t for t in load_tasks(run.config.tasks.path)}
     worker = Worker(run, world.rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
     leader = Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest) if world.leader else None
+    settle_collector()
     life = asyncio.create_task(worker.run())
     while not life.done():
         for source, message in world.poll():
