@@ -127,8 +127,8 @@ class Sandbox:
 
     def __init__(self, kind: Kind = "bubblewrap", image: str = "", scratch: Path | None = None):
         if kind not in BACKENDS:
-            raise ConfigError(f"a sandbox of kind {kind!r}", "bubblewrap, apptainer or enroot (site profile), or tasks.sandbox = 'unconfined-i-know' to run the "
-                              "model's commands as you, with all your rights", "correct the site profile's `sandbox`, or tasks.sandbox")
+            raise ConfigError(f"a sandbox of kind {kind!r}", "bubblewrap, apptainer or enroot (site profile), or tasks.sandbox = 'unconfined-i-know' "
+                              "to run the model's commands as you, with all your rights", "correct the site profile's `sandbox`, or tasks.sandbox")
         if BACKENDS[kind].needs_image and not image:
             raise ConfigError(f"sandbox = {kind!r} without an image", "an image with bash, coreutils and util-linux", "set the site profile's `sandbox_image`")
         self.kind, self.backend, self._image, self._scratch = kind, BACKENDS[kind], image, scratch

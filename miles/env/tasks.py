@@ -111,8 +111,8 @@ def _refuse_other_layouts(path: Path) -> None:
     if (path / "task.yaml").is_file() and not (path / "task.toml").is_file():
         raise ConfigError(
             f"task {path.name} has task.yaml: the older layout of terminal-bench", "Harbor's layout: task.toml, instruction.md, environment/, tests/test.sh",
-            "convert it: `instruction` of task.yaml -> instruction.md; max_agent_timeout_sec -> [agent] timeout_sec, max_test_timeout_sec -> [verifier] timeout_sec "
-            "in task.toml; run-tests.sh -> tests/test.sh, which must exit with 0 or 1 or write /logs/verifier/reward.txt; start files -> environment/; "
+            "convert it: `instruction` of task.yaml -> instruction.md; max_agent_timeout_sec -> [agent] timeout_sec and max_test_timeout_sec -> "
+            "[verifier] timeout_sec in task.toml; run-tests.sh -> tests/test.sh, which must exit with 0 or 1 or write /logs/verifier/reward.txt; start files -> environment/; "
             "solution.sh -> solution/solve.sh; or let Harbor do it: `harbor tasks migrate -i OLD -o NEW` (https://harborframework.com/docs/migration)")
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (path / "environment" / name).is_file():

@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 async def rollout(run, world, epoch: int, attempt: int) -> int:
-    from miles.core import Role
     from miles.config import load_site
+    from miles.core import Role
     from miles.env import load_tasks, sweep
     from miles.log import RunLog
     from miles.rollout.leader import Leader
