@@ -45,6 +45,8 @@ def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None
         ("memory", memory, False), ("tasks", tasks, False),
         ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
+    if config.tasks.kind == "harness":
+        checks.append(("harness", harness, True))
     if launcher != "local":
         checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
     if launcher != "slurm":
@@ -175,8 +177,16 @@ def python(config: MilesConfig, site: SiteConfig) -> str:
 def sandbox(config: MilesConfig, site: SiteConfig) -> str:
     from miles.env.sandbox import Sandbox
 
-    asyncio.run(Sandbox(config.tasks.sandbox).check())
-    return f"{config.tasks.sandbox} runs a command"
+    sandbox = Sandbox(site.sandbox if config.tasks.sandbox == "confined" else config.tasks.sandbox, site.sandbox_image, Path(site.scratch))
+    asyncio.run(sandbox.check())
+    return f"{sandbox.kind} runs a command" + "".join(f"; not bounded: {gap}" for gap in sandbox.backend.gaps)
+
+
+def harness(config: MilesConfig, site: SiteConfig) -> str:
+    from miles.env.harness import Harness
+
+    program = asyncio.run(Harness.from_config(config, site).check())
+    return f"the sandbox has {program} and what is mounted"
 
 
 # -- Slurm -------------------------------------------------------------------------------------------------------------------

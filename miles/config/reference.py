@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from inspect import cleandoc
 from types import NoneType
 from typing import Any, get_args, get_origin
 
@@ -27,7 +28,7 @@ def reference() -> str:
     for schema, title in ((MilesConfig, ""), (SiteConfig, "Site profile")):
         if title:
             out.append(
-                f"\n# {title}\n\n{schema.__doc__.strip()}\nA run names it with `cluster.site`. Its keys stand at the top of the file.\n"
+                f"\n# {title}\n\n{cleandoc(schema.__doc__)}\nA run names it with `cluster.site`. Its keys stand at the top of the file.\n"
             )
             out.append(_table(schema))
         for name, info in schema.model_fields.items():
@@ -37,7 +38,7 @@ def reference() -> str:
 
 
 def _sections(schema: type[BaseModel], path: str) -> list[str]:
-    out = [f"\n## [{path}]\n\n{schema.__doc__.strip()}\n", _table(schema)]
+    out = [f"\n## [{path}]\n\n{cleandoc(schema.__doc__)}\n", _table(schema)]
     for name, info in schema.model_fields.items():
         if section := _section(info.annotation):
             out += _sections(section, f"{path}.{name}")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from miles.config.schema import MilesConfig
+    from miles.config.schema import HarnessConfig, MilesConfig
 
 LEGAL_PRECISION = {  # (trainer, rollout); spec 4.5: anything else is refused with its reason
     ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8"),
     ("nvfp4", "nvfp4"), ("bf16", "int4"),
 }
+
+HARNESS_PLACEHOLDERS = ("url", "model", "instruction", "instruction_file", "workspace", "max_turns")
+_TAKEN = ("/app", "/miles", "/tests", "/logs", "/usr", "/etc", "/proc", "/dev", "/tmp", "/bin", "/sbin", "/lib", "/lib32", "/lib64")  # by the sandbox and the environment
 
 
 def problems(c: MilesConfig) -> list[str]:
@@ -71,4 +76,24 @@ def problems(c: MilesConfig) -> list[str]:
     if c.engine.tp % c.engine.dp_attention or c.engine.tp % c.engine.ep:
         refuse(f"engine: tp = {c.engine.tp} is not a multiple of dp_attention = {c.engine.dp_attention} and ep = {c.engine.ep}",
                "both to divide tp", "change engine.tp, engine.dp_attention or engine.ep")
+    if (c.tasks.kind == "harness") != (c.tasks.harness is not None):
+        refuse(f"tasks.kind = {c.tasks.kind!r} {'without' if c.tasks.harness is None else 'with'} a section [tasks.harness]",
+               "kind = 'harness' and its section together", "set tasks.kind, or add or remove [tasks.harness]")
+    elif c.tasks.harness is not None:
+        if c.tasks.sandbox != "confined":
+            refuse(f"tasks.sandbox = {c.tasks.sandbox!r} with a harness, which runs what the model writes", "'confined'", "set tasks.sandbox = 'confined'")
+        if c.tasks.system_prompt:
+            refuse("tasks.system_prompt with a harness, which writes its own", "none", "remove it, and set the prompt in the harness's own configuration")
+        _harness(c.tasks.harness, refuse)
     return out
+
+
+def _harness(h: HarnessConfig, refuse) -> None:
+    for where, text in (*((f"command[{i}]", t) for i, t in enumerate(h.command)), *((f"env.{k}", t) for k, t in h.env.items())):
+        for name in re.findall(r"(?<!\$)\{([a-z_]+)\}", text):
+            if name not in HARNESS_PLACEHOLDERS:
+                refuse(f"tasks.harness.{where} has {{{name}}}", "one of " + " ".join(f"{{{p}}}" for p in HARNESS_PLACEHOLDERS), "correct the placeholder")
+    for inside in h.mounts:
+        path = PurePosixPath(inside)
+        if not path.is_absolute() or str(path) != inside or ".." in path.parts or len(path.parts) < 2 or "/" + path.parts[1] in _TAKEN:
+            refuse(f"tasks.harness.mounts: {inside!r}", f"an absolute path such as '/opt/agent' outside {' '.join(_TAKEN)}", "choose another path inside the sandbox")

@@ -36,18 +36,34 @@ class ModelConfig(Section):
     max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
 
 
+class HarnessConfig(Section):
+    """An agent program that plays the tasks in place of the built-in loop (`tasks.kind = "harness"`, docs/harnesses.md).
+
+    In `command` and in the values of `env` these are replaced: `{url}` (base URL of the episode's own OpenAI endpoint, ends in /v1), `{model}`, `{instruction}`,
+    `{instruction_file}`, `{workspace}`, `{max_turns}`.
+    """
+
+    command: tuple[str, ...] = Field(min_length=1, description="Program and arguments, run inside the sandbox in the task's working directory. Exit code 0: it is done.")
+    mounts: dict[str, str] = Field(default_factory=dict, description="What it needs, mounted read-only: absolute path inside the sandbox -> folder or file of this machine.")
+    env: dict[str, str] = Field(default_factory=dict, description="Its environment variables, besides or in place of PATH, HOME, LANG, OPENAI_BASE_URL, OPENAI_API_BASE and a placeholder as OPENAI_API_KEY.")
+    port: int = Field(8000, ge=1024, le=65535, description="Port of the endpoint inside the sandbox, on 127.0.0.1; every sandbox has its own.")
+
+
 class TasksConfig(Section):
     """What the model is asked to do."""
 
-    kind: Literal["terminal"] = Field("terminal", description="Environment: `terminal` = shell tasks in a sandbox, tests give the reward.")
+    kind: Literal["terminal", "harness"] = Field("terminal", description="What plays the shell tasks: `terminal` = the built-in loop, `harness` = the program of [tasks.harness]. The task's tests give the reward.")
     path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
-    system_prompt: str = Field("", description="First message of every session; empty: the environment's own.")
-    sandbox: Literal["bubblewrap", "unconfined-i-know"] = Field("bubblewrap", description="How commands of the model are confined. `unconfined-i-know` runs them as you, with all your rights.")
-    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run.")
-    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees; the rest is cut with a mark.")
-    memory_mb: int = Field(512, ge=16, description="Address space of a command, MiB.")
-    processes: int = Field(64, ge=1, description="Processes a command may have.")
+    system_prompt: str = Field("", description="First message of every session; empty: the environment's own. Not with a harness, which has its own.")
+    sandbox: Literal["confined", "unconfined-i-know"] = Field("confined", description="`confined`: commands of the model run under the launcher that the site profile names. `unconfined-i-know` runs them as you, with all your rights.")
+    command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run. A harness limits its commands itself, within `rollout.deadline_s`.")
+    output_limit: int = Field(2000, ge=16, description="Characters of a command's output that the model sees, half from its beginning and half from its end; a mark says how many are left out. A harness cuts by itself.")
+    memory_mb: int = Field(512, ge=16, description="Address space of one process, and resident memory of all processes of a trajectory, a harness included, together, MiB.")
+    processes: int = Field(64, ge=8, description="Processes and threads that a trajectory, a harness included, may have at once.")
     file_mb: int = Field(64, ge=1, description="Largest file a command may write, MiB.")
+    disk_mb: int = Field(256, ge=1, description="Size of /app, MiB, with at most 128 files for each MiB. It lives in memory: up to twice this per trajectory in flight, as far as it is used.")
+    cpu_s: float = Field(600.0, gt=0, description="CPU seconds of a trajectory's commands, all processes together.")
+    harness: HarnessConfig | None = Field(None, description="The program of `kind = \"harness\"`.")
 
 
 class RolloutConfig(Section):
@@ -238,6 +254,8 @@ class SiteConfig(Section):
     setup: tuple[str, ...] = Field((), description="Shell lines run before anything else (module load, source venv).")
     python: str = Field(".venv/bin/python", description="Python interpreter, relative to the project or absolute.")
     srun_prefix: tuple[str, ...] = Field((), description="Words put before the command of every rank, e.g. a container launcher.")
+    sandbox: Literal["bubblewrap", "apptainer", "enroot"] = Field("bubblewrap", description="Launcher that confines commands of the model on rollout nodes. Only bubblewrap bounds disk use, and only it is tried.")
+    sandbox_image: str = Field("", description="Image of `apptainer` or `enroot`, with bash, coreutils and util-linux; bubblewrap shows the node's own /usr.")
     scratch: str = Field("/tmp", description="Node-local scratch folder.")
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every rank.")
     sbatch: tuple[str, ...] = Field((), description="Further #SBATCH options for every component, as they are.")

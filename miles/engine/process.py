@@ -111,11 +111,14 @@ class EngineProcess:
         """End the server and everything it started, at once: it has nothing to save. Does nothing when it is not running."""
         if self._child is not None:
             group = self._child.pid
+            segments = _shared_memory(_group_members(group))
             self._kill_group(group)
             await self._child.wait()
             while _group_members(group):
                 self._kill_group(group)
                 await asyncio.sleep(0.02)
+            for path in segments:
+                path.unlink(missing_ok=True)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -187,6 +190,18 @@ def _group_members(group: int) -> list[int]:
             if int(fields[2]) == group and fields[0] not in "ZX":
                 members.append(int(entry))
     return members
+
+
+def _shared_memory(pids: list[int]) -> set[Path]:
+    """Named shared memory of SGLang that these processes have mapped: it does not remove it itself (0.5.23)."""
+    found = set()
+    for pid in pids:
+        try:
+            maps = Path(f"/proc/{pid}/maps").read_text()
+        except OSError:
+            continue  # it ended while we looked
+        found |= {Path(word) for word in maps.split() if word.startswith("/dev/shm/sglang_")}
+    return found
 
 
 def _sglang_models() -> Path | None:

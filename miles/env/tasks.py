@@ -8,18 +8,21 @@
     NAME/solution/solve.sh  optional: one command per line that solves it
 
 Format: https://www.harborframework.com/docs/tasks. Keys of Harbor that ask for what the sandbox always or never gives (cpus, storage,
-network, images) are read and left alone; a key that Harbor does not have is refused, since a mistyped limit is a limit not kept.
+network, images) are read and left alone; a key that Harbor does not have is refused, since a mistyped limit is a limit not kept. Refused too is what
+would silently be another task here: several containers, another working directory, variables taken from this machine, the older layout of terminal-bench.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from miles.core import ConfigError
+from miles.env.backends import APP
 
 _KEYS = {  # section -> keys of Harbor's task.toml that may appear; those used here are read in `load_task`
     "agent": {"timeout_sec", "user", "network_mode"},
@@ -29,6 +32,7 @@ _KEYS = {  # section -> keys of Harbor's task.toml that may appear; those used h
         "allow_internet", "network_mode", "mcp_servers", "env", "skills_dir", "healthcheck", "workdir",
     },
 }
+_SIZES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024}  # MiB
 _FREE = {"version", "schema_version", "metadata", "task", "solution", "source", "artifacts"}
 
 
@@ -42,6 +46,8 @@ class Task:
     agent_timeout_s: float | None = None  # wall clock of one episode, seconds; None: the run's own deadline
     verifier_timeout_s: float = 60.0  # wall clock of tests/test.sh, seconds
     memory_mb: int | None = None  # address space of one process, MiB; None: the run's own limit
+    env: dict[str, str] = field(default_factory=dict)  # variables of the model's commands and of the tests
+    verifier_env: dict[str, str] = field(default_factory=dict)  # further ones of the tests
     metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -71,6 +77,7 @@ def load_tasks(path: str | Path) -> tuple[Task, ...]:
 def load_task(path: str | Path) -> Task:
     """Read one task folder. Raises ConfigError: a part missing or empty, not TOML, an unknown key, a limit that is no positive number."""
     path = Path(path)
+    _refuse_other_layouts(path)
     for part in ("task.toml", "instruction.md", "tests/test.sh"):
         if not (path / part).is_file():
             raise ConfigError(f"task {path.name}: {path / part} is missing", "task.toml, instruction.md and tests/test.sh in every task folder",
@@ -83,16 +90,57 @@ def load_task(path: str | Path) -> Task:
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"task {path.name}: task.toml is not valid TOML: {e}", "TOML 1.0", "correct that line") from e
     _refuse_unknown(path.name, data)
-    memory = _positive(path.name, data, "environment", "memory_mb")
+    workdir = data.get("environment", {}).get("workdir", APP)
+    if workdir != APP:
+        raise ConfigError(f"task {path.name}: task.toml has environment.workdir = {workdir!r}", f"{APP}, where commands and tests run",
+                          f"use {APP} in task.toml, instruction.md and tests/test.sh")
     return Task(
         name=path.name,
         path=path.resolve(),  # episodes run with other working directories
         instruction=instruction,
         agent_timeout_s=_positive(path.name, data, "agent", "timeout_sec"),
         verifier_timeout_s=_positive(path.name, data, "verifier", "timeout_sec") or Task.verifier_timeout_s,
-        memory_mb=int(memory) if memory else None,
+        memory_mb=_memory_mb(path.name, data),
+        env=_variables(path.name, data, "environment"),
+        verifier_env=_variables(path.name, data, "verifier"),
         metadata=dict(data.get("metadata", {})),
     )
+
+
+def _refuse_other_layouts(path: Path) -> None:
+    if (path / "task.yaml").is_file() and not (path / "task.toml").is_file():
+        raise ConfigError(
+            f"task {path.name} has task.yaml: the older layout of terminal-bench", "Harbor's layout: task.toml, instruction.md, environment/, tests/test.sh",
+            "convert it: `instruction` of task.yaml -> instruction.md; max_agent_timeout_sec -> [agent] timeout_sec and max_test_timeout_sec -> "
+            "[verifier] timeout_sec in task.toml; run-tests.sh -> tests/test.sh, which must exit with 0 or 1 or write /logs/verifier/reward.txt; start files -> environment/; "
+            "solution.sh -> solution/solve.sh; or let Harbor do it: `harbor tasks migrate -i OLD -o NEW` (https://harborframework.com/docs/migration)")
+    for name in ("docker-compose.yaml", "docker-compose.yml"):
+        if (path / "environment" / name).is_file():
+            raise ConfigError(f"task {path.name} has environment/{name}", "a task that needs one machine: a sandbox runs no further containers",
+                              "leave this task out, or write it for one machine")
+
+
+def _memory_mb(task: str, data: dict[str, Any]) -> int | None:
+    """`memory_mb = 2048`, or `memory = "2G"` as earlier versions of Harbor wrote it."""
+    written = data.get("environment", {}).get("memory")
+    if written is None:
+        memory = _positive(task, data, "environment", "memory_mb")
+        return int(memory) if memory else None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmgt])i?b?", str(written).strip().lower())
+    if match is None:
+        raise ConfigError(f"task {task}: task.toml has environment.memory = {written!r}", "a size such as '2G' or '512M'", "correct it, or use memory_mb")
+    return max(1, int(float(match[1]) * _SIZES[match[2]]))
+
+
+def _variables(task: str, data: dict[str, Any], section: str) -> dict[str, str]:
+    written = data.get(section, {}).get("env", {})
+    if not isinstance(written, dict) or not all(isinstance(v, str) and re.fullmatch(r"[A-Za-z_]\w*", k) for k, v in written.items()):
+        raise ConfigError(f"task {task}: task.toml has {section}.env = {written!r}", "a table of names and strings", "correct it")
+    for key, value in written.items():
+        if "${" in value:
+            raise ConfigError(f"task {task}: task.toml has {section}.env.{key} = {value!r}", "plain text: no variable of this machine is given to a sandbox",
+                              "write the value itself, or leave the task out")
+    return dict(written)
 
 
 def _refuse_unknown(task: str, data: dict[str, Any]) -> None:

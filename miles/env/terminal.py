@@ -1,5 +1,7 @@
 """The terminal agent loop: the model writes one shell command a turn, sees its output, and says when it is done; then tests give the reward.
 
+All commands of an episode go to one shell (`miles.env.shell`): working directory, variables and background jobs live from turn to turn.
+
 A reply is the command, as it is (a fenced code block in it, if there is one, is taken as the command). The word DONE alone, or as the last line after
 a command, ends the episode. Everything is ordinary chat messages, so any model with a chat template can play.
 """
@@ -8,20 +10,29 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import re
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cache
+from pathlib import Path
 from typing import Literal, Protocol
 
-from miles.config import MilesConfig
+from miles.config import MilesConfig, SiteConfig
 from miles.core import EnvironmentFault
 from miles.env.sandbox import CommandLimits, CommandResult, Kind, Sandbox, Workspace
+from miles.env.shell import Shell
 from miles.env.tasks import Task
 
 SYSTEM_PROMPT = "You work in a Linux shell. Reply with one shell command and nothing else. When the task is finished, reply DONE."
 DONE = "DONE"
+TESTS_ENV = {  # what the model left in /app must not run as a part of the tests
+    "HOME": "/tmp",  # .bashrc, .gitconfig, .local/lib/python*/site-packages/*.pth
+    "PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONDONTWRITEBYTECODE": "1",  # /app/json.py beside `cd /app; python -c "import json"`
+    "GIT_CONFIG_COUNT": "3", "GIT_CONFIG_KEY_0": "core.hooksPath", "GIT_CONFIG_VALUE_0": "/dev/null",  # .git/hooks and .git/config of a repository in /app
+    "GIT_CONFIG_KEY_1": "core.fsmonitor", "GIT_CONFIG_VALUE_1": "false", "GIT_CONFIG_KEY_2": "core.pager", "GIT_CONFIG_VALUE_2": "cat",
+}
 _FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
@@ -43,12 +54,16 @@ class EpisodeLimits:
     command: CommandLimits = CommandLimits()
     system_prompt: str = SYSTEM_PROMPT
     sandbox: Kind = "bubblewrap"
+    image: str = ""  # of launchers that need one
+    scratch: Path | None = None  # folder for workspaces that are plain folders; None: TMPDIR
 
     @classmethod
-    def from_config(cls, config: MilesConfig) -> EpisodeLimits:
+    def from_config(cls, config: MilesConfig, site: SiteConfig) -> EpisodeLimits:
         t, r = config.tasks, config.rollout
-        command = CommandLimits(wall_s=t.command_timeout_s, output_chars=t.output_limit, memory_mb=t.memory_mb, processes=t.processes, file_mb=t.file_mb)
-        return cls(max_turns=r.max_turns, deadline_s=r.deadline_s, command=command, system_prompt=t.system_prompt or SYSTEM_PROMPT, sandbox=t.sandbox)
+        command = CommandLimits(wall_s=t.command_timeout_s, output_chars=t.output_limit, memory_mb=t.memory_mb, processes=t.processes, file_mb=t.file_mb,
+                                disk_mb=t.disk_mb, cpu_s=t.cpu_s)
+        return cls(max_turns=r.max_turns, deadline_s=r.deadline_s, command=command, system_prompt=t.system_prompt or SYSTEM_PROMPT,
+                   sandbox=site.sandbox if t.sandbox == "confined" else t.sandbox, image=site.sandbox_image, scratch=Path(site.scratch))
 
 
 @dataclass(frozen=True)
@@ -61,10 +76,12 @@ class Episode:
     env_s: float  # seconds spent in commands and tests
 
 
-@cache
-def shared_sandbox(kind: Kind) -> Sandbox:
+def shared_sandbox(limits: EpisodeLimits) -> Sandbox:
     """The one sandbox of this process and kind: its self-check runs once."""
-    return Sandbox(kind)
+    return _sandbox(limits.sandbox, limits.image, limits.scratch)
+
+
+_sandbox = cache(Sandbox)
 
 
 async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
@@ -72,38 +89,39 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
 
     Raises EnvironmentFault when the machine fails (sandbox, tests, an aborted reply): such an episode has no reward.
     """
-    sandbox = shared_sandbox(limits.sandbox)
+    sandbox = shared_sandbox(limits)
     if task.memory_mb:
         limits = replace(limits, command=replace(limits.command, memory_mb=task.memory_mb))
     await sandbox.check()  # before the model is asked anything
     deadline = time.monotonic() + min(limits.deadline_s, task.agent_timeout_s or math.inf)
     messages = first_messages(task, limits)
     env_s, turns, finish = 0.0, 0, "turns"
-    with Workspace(task.start_files) as workspace:
-        while turns < limits.max_turns:
-            try:
-                async with asyncio.timeout(deadline - time.monotonic()):
-                    reply = await chat(messages)
-            except TimeoutError:
-                if time.monotonic() < deadline:
-                    raise  # a time-out of the caller's own, not this deadline
-                finish = "deadline"
-                break
-            turns += 1
-            if reply.finish_reason == "abort":
-                raise EnvironmentFault(f"task {task.name}: the engine aborted turn {turns}", "a reply that ended by itself or by length", "start the episode again")
-            if reply.finish_reason == "length":  # half a command is not run
-                finish = "length"
-                break
-            command, done = parse_reply(reply.content)
-            result = None
-            if command:
-                result = await sandbox.run(command, workspace, limits.command)
-                env_s += result.seconds
-            if done:
-                finish = "done"
-                break
-            messages = [*messages, reply.message, {"role": "user", "content": show(result, limits.command)}]
+    async with sandbox.opened(task.start_files, limits.command) as workspace:
+        async with Shell(sandbox, workspace, limits.command, task.env) as shell:
+            while turns < limits.max_turns:
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        reply = await chat(messages)
+                except TimeoutError:
+                    if time.monotonic() < deadline:
+                        raise  # a time-out of the caller's own, not this deadline
+                    finish = "deadline"
+                    break
+                turns += 1
+                if reply.finish_reason == "abort":
+                    raise EnvironmentFault(f"task {task.name}: the engine aborted turn {turns}", "a reply that ended by itself or by length", "start the episode again")
+                if reply.finish_reason == "length":  # half a command is not run
+                    finish = "length"
+                    break
+                command, done = parse_reply(reply.content)
+                result = None
+                if command:
+                    result = await shell.run(command)
+                    env_s += result.seconds
+                if done:
+                    finish = "done"
+                    break
+                messages = [*messages, reply.message, {"role": "user", "content": show(result, limits.command)}]
         reward, seconds = await run_tests(task, sandbox, workspace, limits.command)
     return Episode(reward, finish, turns, env_s + seconds)
 
@@ -127,43 +145,48 @@ def show(result: CommandResult | None, limits: CommandLimits) -> str:
     if result is None:
         return "[no command]"
     lines = [result.output.rstrip()] if result.output.strip() else []
-    if result.cut:
-        lines.append(f"[output cut at {limits.output_chars} characters]")
     if result.stopped:
-        lines.append(f"[stopped: over {limits.wall_s:g} s]" if result.stopped == "time" else "[stopped: too much output]")
+        lines.append(f"[stopped: {_WHY[result.stopped].format(limits)}]")
     elif result.exit_code:
         lines.append(f"[exit {result.exit_code}]")
+    if result.fresh_shell:
+        lines.append("[the shell ended; a new one starts in /app]")
     return "\n".join(lines) or "[ok]"
+
+
+_WHY = {"time": "over {0.wall_s:g} s", "output": "too much output", "memory": "over {0.memory_mb} MiB of memory", "cpu": "over {0.cpu_s:g} s of CPU"}
 
 
 async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command: CommandLimits) -> tuple[float, float]:
     """(reward, seconds) of tests/test.sh, in a fresh sandbox: no process of the model is alive, the tests are mounted read-only only now.
 
-    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (bubblewrap only). Everything else is a fault of
+    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (not unconfined). Everything else is a fault of
     the task or the machine, raised as EnvironmentFault. A test that runs what the model wrote must bound it itself (`timeout 5 ./prog`).
     """
-    workspace.drop_traps()
+    workspace.make_room()
+    await asyncio.to_thread(workspace.drop_traps)  # as many files as a model can make
     tests = workspace.add("tests", task.tests, owned=False)
-    logs = workspace.add("logs")
+    logs = workspace.add("logs", owned=False)
     (logs / "verifier").mkdir()
-    for p in (logs, logs / "verifier"):
-        p.chmod(0o777)
-    limits = replace(command, wall_s=task.verifier_timeout_s)
-    if sandbox.kind == "bubblewrap":
-        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs})
+    os.chown(logs / "verifier", workspace.uid, workspace.gid)
+    limits, env = replace(command, wall_s=task.verifier_timeout_s), {**TESTS_ENV, **task.env, **task.verifier_env}
+    if sandbox.kind == "unconfined-i-know":
+        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits, env=env)
     else:
-        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits)
+        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs}, env=env)
     if result.stopped or result.exit_code not in (0, 1):
         what = f"was stopped by its {result.stopped} limit" if result.stopped else f"exited with {result.exit_code}"
         raise EnvironmentFault(f"task {task.name}: tests/test.sh {what}; output: {result.output[-300:]!r}", "exit 0 (solved) or 1 (not solved)",
                                "correct the test, or raise [verifier] timeout_sec in its task.toml")
-    return _written_reward(task, logs / "verifier" / "reward.txt", float(result.exit_code == 0)), result.seconds
+    return _written_reward(task, logs / "verifier", float(result.exit_code == 0)), result.seconds
 
 
-def _written_reward(task: Task, path, otherwise: float) -> float:
-    if path.is_symlink() or not path.is_file():
+def _written_reward(task: Task, folder: Path, otherwise: float) -> float:
+    """What a test that also ran programs of the model may have made of `folder` is not followed: links and pipes are no reward file."""
+    if (folder / "reward.txt").is_symlink() or not (folder / "reward.txt").is_file():
         return otherwise
-    text = path.read_bytes()[:64].decode("utf-8", "replace").strip()
+    with open(os.open(folder / "reward.txt", os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+        text = f.read(64).decode("utf-8", "replace").strip()
     try:
         reward = float(text)
     except ValueError:

@@ -22,7 +22,7 @@ import torch
 import transformers
 from tokenizers import pre_tokenizers
 
-from miles.config import MilesConfig
+from miles.config import MilesConfig, load_site
 from miles.core import ConfigError, EnvironmentFault
 from miles.env import EpisodeLimits, load_tasks
 from miles.models.demonstrations import demonstrate, plan_solutions
@@ -54,7 +54,7 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**plain))
     model.load_state_dict(quantized.state_dict())
     shown = load_tasks(config.tasks.path)[::SHOW_EVERY]
-    limits = EpisodeLimits.from_config(config)
+    limits = EpisodeLimits.from_config(config, load_site(config.cluster.site))
     demonstrations = demonstrate(plan_solutions(shown, limits.max_turns), limits)
     say(f"  warm start on the solutions of {len(shown)} tasks: {', '.join(t.name for t in shown)}")
     train(model, tokenizer, demonstrations, config.run.seed, say, epochs=EPOCHS, batch_size=2, peak_lr=PEAK_LR)

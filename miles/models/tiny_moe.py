@@ -14,7 +14,7 @@ import torch
 import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from miles.config import MilesConfig
+from miles.config import MilesConfig, load_site
 from miles.core import ConfigError
 from miles.env import EpisodeLimits, load_tasks
 from miles.models.demonstrations import Demonstration, demonstrate, plan
@@ -36,7 +36,7 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
     if config.model.max_context > 32768:
         raise ConfigError(f"model.max_context = {config.model.max_context} for a tiny model", "<= 32768", "lower it")
     tasks = load_tasks(config.tasks.path)
-    limits = EpisodeLimits.from_config(config)
+    limits = EpisodeLimits.from_config(config, load_site(config.cluster.site))
     seed = config.run.seed
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # sums depend on how they are split; and at this size more threads only wait for each other

@@ -276,12 +276,13 @@ def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
     sums over its leaves."""
     table = data.tables.get("trajectories")
     if not table:
-        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}}
+        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}, "moved": 0}
     return {
         "count": len(table["status"]),
         "status": dict(Counter(table["status"].tolist())),
         "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
         "mismatches": mismatches(data),
+        "moved": int((ok["moves"] > 0).sum()) if "moves" in ok else 0,  # their engine died, another went on
         "leaves": spread(ok.get("leaves")),
         "turns": spread(ok.get("turns")),
         "tokens": spread(ok.get("tokens")),

@@ -160,6 +160,7 @@ def _engines(s: dict[str, Any]) -> list[str]:
             + ", ".join(f"{k} {v}" for k, v in sorted(t["status"].items()))
             + "   ended by: "
             + ", ".join(f"{k} {v}" for k, v in sorted(t["finish"].items()))
+            + (f"   moved to another engine: {t['moved']}" if t["moved"] else "")
         )
         out.append(f"  turns {_spread(t['turns'], '.0f')}; tokens {_spread(t['tokens'], '.0f')}; seconds {_spread(t['seconds'], '.1f')}")
         if t["leaves"].get("max", 1) > 1:

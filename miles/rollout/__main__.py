@@ -7,20 +7,25 @@ import asyncio
 import os
 import signal
 import sys
+from pathlib import Path
 
 
 async def rollout(run, world, epoch: int, attempt: int) -> int:
+    from miles.config import load_site
     from miles.core import Role
-    from miles.env import load_tasks
+    from miles.env import load_tasks, sweep
     from miles.log import RunLog
     from miles.rollout.leader import Leader
     from miles.rollout.worker import Worker
+    from miles.session import settle_collector
     from miles.weights.store import WeightStore
 
+    sweep(Path(load_site(run.config.cluster.site).scratch))  # what killed ranks of this node left behind
     log = RunLog(run.log_path(attempt, Role.ROLLOUT, world.rank, epoch), role="rollout", rank=world.rank, attempt=attempt, epoch=epoch)
     tasks = {t.name: t for t in load_tasks(run.config.tasks.path)}
     worker = Worker(run, world.rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
     leader = Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest) if world.leader else None
+    settle_collector()
     life = asyncio.create_task(worker.run())
     while not life.done():
         for source, message in world.poll():

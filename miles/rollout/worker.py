@@ -20,12 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import write_part
-from miles.config import MilesConfig
+from miles.config import MilesConfig, load_site
 from miles.core import EnvironmentFault, Role, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.process import PORTS_PER_RANK
-from miles.env import EpisodeLimits, Task, run_episode
+from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
+from miles.rollout.endpoint import Endpoint
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir, publish_bytes
 from miles.session import (
@@ -59,7 +60,8 @@ class Worker:
     def __init__(self, run: RunDir, rank: int, epoch: int, attempt: int, tasks: Mapping[str, Task], log: RunLog, report: Report):
         c: MilesConfig = run.config
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
-        self._limits = EpisodeLimits.from_config(c)
+        self._limits = EpisodeLimits.from_config(c, load_site(c.cluster.site))
+        self._harness = Harness.from_config(c, load_site(c.cluster.site)) if c.tasks.kind == "harness" else None
         self._host = engine_host(c)
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file,
                                       host=self._host)
@@ -194,7 +196,10 @@ class Worker:
         session = self._service.open(f"g{group:08d}s{sample:03d}", rank=self._rank)
         self._samples[session.id] = (group, sample)
         try:
-            episode = await run_episode(task, session.chat, self._limits)
+            if self._harness:
+                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
+            else:
+                episode = await run_episode(task, session.chat, self._limits)
             return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
                                         meta={"rank": self._rank, "env_s": episode.env_s})
         except StructureError as e:
@@ -237,6 +242,6 @@ def _figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
         "tokens": sum(len(t.tokens) for t in leaves), "sampled_tokens": sum(t.sampled_tokens for t in leaves),
         "prompt_tokens": sum(t.prompt_tokens for t in leaves), "cached_tokens": sum(t.cached_tokens for t in leaves),
         "cacheable_tokens": sum(t.cacheable_tokens for t in leaves), "reused_tokens": sum(t.meta["reused_tokens"] for t in leaves),
-        "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
+        "moves": first.meta["moves"] if first else 0, "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
         "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1), "finish": first.finish_reason if first else "",
     }

@@ -15,7 +15,7 @@ from miles.session.assemble import (
 from miles.session.history import Checkpoint, History
 from miles.session.replay import load_replay
 from miles.session.reproducer import read_history, reproducer
-from miles.session.server import SessionServer
+from miles.session.server import SessionServer, settle_collector
 from miles.session.service import (
     ChatReply,
     Session,
@@ -31,5 +31,5 @@ from miles.session.verify import verify
 __all__ = [
     "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "Engine", "Engines", "History", "Leaf", "Session", "SessionBusy", "SessionLimits",
     "SessionServer", "SessionService", "SessionStore", "TooManySessions", "assemble", "assemble_leaves", "is_exact", "load_replay", "read_history",
-    "reproducer", "to_trajectories", "verify",
+    "reproducer", "settle_collector", "to_trajectories", "verify",
 ]

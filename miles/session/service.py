@@ -251,7 +251,7 @@ class Session:
         return to_trajectories(
             self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
             seconds=time.time() - self.opened,
-            meta={"retried_turns": self.retries, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
+            meta={"retried_turns": self.retries, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
                   "engine_s": self.engine_s, **(meta or {})},
         )
 

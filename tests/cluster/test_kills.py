@@ -72,6 +72,7 @@ def test_a_run_survives_the_kill_of_any_of_its_processes(devcluster, tmp_path):
     view.poll()
     by_step = Counter(g.step for g in view.state.with_status(Status.TRAINED))
     assert by_step == {step: config.trainer.groups_per_step for step in range(1, steps + 1)}
+    assert figures["trajectories"]["moved"] > 0, "trajectories under the killed engine go on with the other"
     assert figures["staleness"]["max"] <= config.buffer.max_staleness
     assert watch.living() == []
 

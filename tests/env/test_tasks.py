@@ -36,6 +36,36 @@ def test_a_harbor_task_is_read_with_its_limits(tmp_path):
     assert task.metadata == {"difficulty": "easy", "anything": 1}
 
 
+def test_variables_of_a_task_are_read_and_memory_may_be_written_with_its_unit(tmp_path):
+    toml = """
+        [environment]
+        memory = "1.5G"
+        workdir = "/app"
+        env = { A = "1" }
+        [verifier]
+        env = { B = "two words" }
+    """
+    task = load_task(write(tmp_path / "hello", toml))
+    assert (task.memory_mb, task.env, task.verifier_env) == (1536, {"A": "1"}, {"B": "two words"})
+
+
+def test_the_older_layout_of_terminal_bench_is_refused_with_how_to_convert_it(tmp_path):
+    folder = tmp_path / "old"
+    folder.mkdir()
+    for name in ("task.yaml", "run-tests.sh", "docker-compose.yaml"):
+        (folder / name).write_text("instruction: |-\n  Do it.\n")
+    with pytest.raises(ConfigError, match=r"older layout of terminal-bench[\s\S]*instruction.md[\s\S]*tests/test.sh"):
+        load_tasks(tmp_path)
+
+
+def test_a_task_of_several_containers_is_refused(tmp_path):
+    folder = write(tmp_path / "many")
+    (folder / "environment").mkdir()
+    (folder / "environment" / "docker-compose.yaml").write_text("services: {}")
+    with pytest.raises(ConfigError, match="many has environment/docker-compose.yaml"):
+        load_task(folder)
+
+
 def test_limits_left_out_are_the_defaults(tmp_path):
     task = load_task(write(tmp_path / "hello"))
     assert (task.agent_timeout_s, task.verifier_timeout_s, task.memory_mb) == (None, 60.0, None)
@@ -61,6 +91,10 @@ def test_tasks_come_sorted_by_name_and_hidden_folders_are_left_out(tmp_path):
         ({"toml": "[agent]\ntimeout_sec = 0"}, "agent.timeout_sec = 0"),
         ({"toml": "[agent]\ntimeout_sec = 'long'"}, "agent.timeout_sec = 'long'"),
         ({"toml": "[environment]\nmemory_mb = true"}, "environment.memory_mb = True"),
+        ({"toml": "[environment]\nmemory = 'much'"}, "environment.memory = 'much'"),
+        ({"toml": "[environment]\nworkdir = '/work'"}, "environment.workdir = '/work'"),
+        ({"toml": "[environment]\nenv = ['A=1']"}, "environment.env = ['A=1']"),
+        ({"toml": "[verifier]\nenv = { KEY = '${KEY}' }"}, "verifier.env.KEY = '${KEY}'"),
     ],
 )
 def test_each_mistake_in_a_task_is_named(tmp_path, change, message):

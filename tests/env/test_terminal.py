@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from miles.config import load_config
+from miles.config import load_config, load_site
 from miles.core import EnvironmentFault
 from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode
 from miles.env.terminal import parse_reply
+from tests.env.boxes import alive, wait_for
 
 LIMITS = EpisodeLimits(max_turns=4, deadline_s=30.0, command=CommandLimits(wall_s=2.0, output_chars=40))
 HELLO = '[ "$(cat out.txt)" = hello ] || exit 1'
@@ -84,16 +85,22 @@ def test_a_reply_is_a_command_or_the_word_done(content, parsed):
     ("command", "shown"),
     [
         ("false", "[exit 1]"),
-        ("echo no; exit 7", "no\n[exit 7]"),
-        ("seq -s, 1 100", "1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,1\n[output cut at 40 characters]"),
+        ("echo no; exit 7", "no\nexit\n[exit 7]\n[the shell ended; a new one starts in /app]"),
+        ("(exit 7)", "[exit 7]"),
+        ("seq -s, 1 100", "1,2,3,4,5,6,7,8,9,10\n[252 characters left out]\n,95,96,97,98,99,100"),
         ("sleep 30", "[stopped: over 2 s]"),
-        ("yes", "y\n" * 20 + "[output cut at 40 characters]\n[stopped: too much output]"),
         ("", "[no command]"),
         ("true", "[ok]"),
     ],
 )
 def test_the_model_is_shown_what_came_of_its_command(make_task, command, shown):
     assert play(make_task(), command, "DONE")[1][-1][-1] == {"role": "user", "content": shown}
+
+
+def test_variables_of_the_task_are_there_for_the_model_and_for_the_tests(make_task):
+    toml = "[environment]\nenv = { A = 'one' }\n[verifier]\nenv = { B = 'two' }"
+    episode, shown = play(make_task('[ "$A$B" = onetwo ] || exit 1', toml=toml), 'echo "$A$B"', "DONE")
+    assert (episode.reward, shown[-1][-1]["content"]) == (1.0, "one")
 
 
 def test_the_turn_limit_ends_an_episode_and_what_was_done_counts(make_task):
@@ -165,52 +172,28 @@ def test_an_aborted_reply_is_a_fault(make_task):
         play(make_task(), Reply("ls", "abort"))
 
 
-@pytest.mark.parametrize(
-    "attack",
-    [
-        "ls /tests; cat /tests/*; mkdir -p /tests; echo exit 0 > /tests/test.sh",  # they are not there yet
-        "mkdir -p tests; echo exit 0 > tests/test.sh; echo exit 0 > test.sh",  # other files of the same name
-        "ln -s /tests/expected out.txt",  # the answer, by a link that leads nowhere yet
-        "ln -s ../tests/expected out.txt",
-        "mkfifo out.txt",  # a test that waits for ever
-        "(sleep 1; echo hello > out.txt) & disown; (while :; do echo exit 0 > /tests/test.sh; done) 2>/dev/null & disown",  # a process that waits for the tests
-        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; mkdir -p logs/verifier; echo 1 > logs/verifier/reward.txt",
-        "echo 'exit 0' > .bashrc; echo 'exit 0' > .profile; echo 'exit 0' > .bash_profile; export BASH_ENV=/app/.bashrc",
-        "echo 'exit 0' > cat; chmod +x cat; PATH=.:$PATH; mkdir -p bin; cp cat bin/",
-        "chmod 000 . ; chmod 000 /app",
-    ],
-)
-def test_the_tests_cannot_be_read_changed_or_fooled(make_task, attack):
-    task = make_task('sleep 0.2; [ "$(cat out.txt)" = "$(cat /tests/expected)" ] || exit 1')
-    (task.tests / "expected").write_text("hello\n")
-    before = (task.tests / "test.sh").read_text()
-    episode, _ = play(task, attack, "DONE")
-    assert episode.reward == 0.0
-    assert (task.tests / "test.sh").read_text() == before
-
-
 def test_what_the_tests_leave_is_gone_and_the_task_is_unchanged(make_task):
     task = make_task("echo x > new; rm -f a.txt; echo 1 > /tests/x && exit 2; exit 0", {"a.txt": "red"})
     assert play(task, "echo y > b.txt", "DONE")[0].reward == 1.0
     assert sorted(p.name for p in task.path.rglob("*") if p.is_file()) == ["a.txt", "instruction.md", "task.toml", "test.sh"]
 
 
-def test_an_episode_can_be_cancelled_and_leaves_no_folder(make_task, tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    (tmp_path / "tmp").mkdir()
-    for p in (tmp_path, *tmp_path.parents):  # let the unprivileged id through
-        if p.stat().st_uid == Path(tmp_path).stat().st_uid and p != Path("/"):
-            p.chmod(p.stat().st_mode | 0o011)
-
+def test_an_episode_can_be_cancelled_and_leaves_nothing(make_task):
     async def cancel_during_command():
-        running = asyncio.ensure_future(run_episode(make_task(), Script("sleep 30"), replace(LIMITS, command=CommandLimits(wall_s=30))))
-        await asyncio.sleep(0.7)
+        running = asyncio.ensure_future(run_episode(make_task(), Script("sleep 500.5"), replace(LIMITS, command=CommandLimits(wall_s=30))))
+        await asyncio.to_thread(wait_for, lambda: alive("500.5"))
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
 
     asyncio.run(cancel_during_command())
-    assert list((tmp_path / "tmp").iterdir()) == []
+    assert not alive("500.5")
+
+
+def test_the_shell_lives_from_turn_to_turn(make_task):
+    episode, shown = play(make_task('[ "$(cat d/out.txt)" = hello ] || exit 1'), "mkdir d; cd d; x=hello", "echo $x > out.txt", "pwd", "DONE")
+    assert episode.reward == 1.0
+    assert shown[-1][-1]["content"] == "/app/d"
 
 
 def test_many_episodes_run_at_once(make_task):
@@ -224,6 +207,6 @@ def test_many_episodes_run_at_once(make_task):
 
 def test_limits_come_from_the_configuration():
     config = load_config(Path(__file__).parents[2] / "configs" / "tiny_async.toml", ('tasks.system_prompt="Be brief."',))
-    limits = EpisodeLimits.from_config(config)
-    assert (limits.max_turns, limits.deadline_s, limits.system_prompt, limits.sandbox) == (5, 180.0, "Be brief.", "bubblewrap")
-    assert limits.command == CommandLimits(wall_s=5.0, output_chars=400, memory_mb=512, processes=64, file_mb=64)
+    limits = EpisodeLimits.from_config(config, load_site(config.cluster.site))
+    assert (limits.max_turns, limits.deadline_s, limits.system_prompt, limits.sandbox, str(limits.scratch)) == (5, 180.0, "Be brief.", "bubblewrap", "/tmp")
+    assert limits.command == CommandLimits(wall_s=5.0, output_chars=400, memory_mb=512, processes=64, file_mb=64, disk_mb=256, cpu_s=600.0)

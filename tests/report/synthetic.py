@@ -66,6 +66,7 @@ def trajectory_row(group, sample, rank=0, **changes):
         "cacheable_tokens": 30,
         "reused_tokens": 30,
         "seconds": 2.0,
+        "moves": 0,
         "engine_s": 1.5,
         "env_s": 0.5,
         "oldest_version": 0,

@@ -1,0 +1,119 @@
+"""The reward comes from the tests: they cannot be read, changed, fooled or forged by what the model does or leaves behind."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from miles.env import CommandLimits, EpisodeLimits, run_episode
+
+LIMITS = EpisodeLimits(max_turns=4, deadline_s=60.0, command=CommandLimits(wall_s=8.0, output_chars=200, disk_mb=16))
+
+
+def play(task, *commands, limits=LIMITS):
+    replies = iter([*commands, "DONE"])
+    shown = []
+
+    async def chat(messages):
+        shown.append(messages[-1]["content"])
+        content = next(replies)
+        return SimpleNamespace(content=content, finish_reason="stop", message={"role": "assistant", "content": content})
+
+    return asyncio.run(run_episode(task, chat, limits)).reward, shown
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "ls /tests; cat /tests/*; mkdir -p /tests; echo exit 0 > /tests/test.sh",  # they are not there yet
+        "mkdir -p tests; echo exit 0 > tests/test.sh; echo exit 0 > test.sh",  # other files of the same name
+        "ln -s /tests/expected out.txt",  # the answer, by a link that leads nowhere yet
+        "ln -s ../tests/expected out.txt",
+        "mkdir d; ln -s ../../tests d/t; ln -s d/t/expected out.txt",  # by two links
+        "ln -s /proc/self/fd/0 out.txt",
+        "mkfifo out.txt",  # a test that waits for ever
+        "python3 -c \"import socket; socket.socket(socket.AF_UNIX).bind('out.txt')\"",
+        "mkdir out.txt",
+        "head -c 8000000 /dev/zero > out.txt",  # too large to compare
+        "chmod 000 . ; chmod 000 /app",
+        "echo hello > out.txt; chmod 000 out.txt; mkdir x; chmod 000 x; rm out.txt",
+        "head -c 20000000 /dev/zero > full",  # nothing can be written any more
+        "for i in $(seq 3000); do : > f$i; done 2>/dev/null",
+        "n=$(printf 'd%.0s' {1..60}); for i in $(seq 150); do mkdir $n; cd $n; done",
+    ],
+)
+def test_the_tests_cannot_be_read_or_made_to_fail(make_task, attack):
+    """A reward of 0 and no fault: a model must not choose between a bad reward and a sample that is taken again."""
+    task = make_task('echo x > tmp-of-tests && sleep 0.1; [ "$(cat out.txt)" = "$(cat /tests/expected)" ] || exit 1')
+    (task.tests / "expected").write_text("hello\n")
+    before = (task.tests / "test.sh").read_text()
+    assert play(task, attack)[0] == 0.0
+    assert (task.tests / "test.sh").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "(sleep 1; echo hello > out.txt) & disown; (while :; do echo exit 0 > /tests/test.sh; done) 2>/dev/null & disown",  # waits for the tests
+        "setsid nohup sh -c 'sleep 0.5; while :; do echo hello > /app/out.txt; done' >/dev/null 2>&1 &",
+        "(trap '' TERM HUP INT; while :; do echo 1 > /logs/verifier/reward.txt; echo hello > out.txt; sleep 0.05; rm out.txt; done) 2>/dev/null & disown; sleep 0.02; rm -f out.txt",
+    ],
+)
+def test_nothing_of_the_model_is_alive_when_the_tests_run(make_task, attack):
+    task = make_task('rm -f out.txt; sleep 1.5; [ "$(cat out.txt)" = hello ] || exit 1')
+    assert play(task, attack)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "echo 'exit 0' > .bashrc; echo 'exit 0' > .profile; echo 'exit 0' > .bash_profile; export BASH_ENV=/app/.bashrc ENV=/app/.bashrc",
+        "echo 'exit 0' > cat; chmod +x cat; export PATH=.:/app:$PATH; mkdir -p bin .local/bin; cp cat bin/; cp cat .local/bin/; hash -p /app/cat cat",
+        "cat() { echo hello; }; export -f cat; test() { :; }; export -f test; alias cat='echo hello'",
+        "export LD_PRELOAD=/app/x.so LD_LIBRARY_PATH=/app PYTHONPATH=/app PYTHONSTARTUP=/app/s.py PERL5LIB=/app; echo x > x.so",
+        "enable -n echo; set -o noexec; trap 'exit 0' EXIT; ulimit -f 0",
+    ],
+)
+def test_the_shell_of_the_tests_is_not_the_models(make_task, attack):
+    assert play(make_task('[ "$(cat out.txt 2>/dev/null)" = hello ] || exit 1'), attack)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; mkdir -p logs/verifier; echo 1 > logs/verifier/reward.txt",
+        "ln -s /logs/verifier/reward.txt out.txt; ln -s /app/r log.txt; echo 1 > r",
+    ],
+)
+def test_the_reward_file_cannot_be_forged(make_task, attack):
+    assert play(make_task("echo 0 > /logs/verifier/reward.txt"), attack)[0] == 0.0
+
+
+SITE = "p=.local/lib/python$(python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])')/site-packages; mkdir -p $p; "
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "for m in json re sys os sitecustomize usercustomize encodings; do echo 'import os; os._exit(0)' > $m.py; done",
+        SITE + "echo 'import os; os._exit(0)' > $p/usercustomize.py; echo 'import os; os._exit(0)' > $p/x.pth",
+        "mkdir json; echo 'import os; os._exit(0)' > json/__init__.py; mkdir __pycache__; cp json/__init__.py __pycache__/json.py",
+        "printf '[pytest]\\naddopts = --help\\n' > pytest.ini; echo 'import os; os._exit(0)' > conftest.py",
+    ],
+)
+def test_python_of_the_tests_imports_nothing_of_the_model(make_task, attack):
+    task = make_task('python3 -c "import json, re; raise SystemExit(json.loads(open(\'out.json\').read())[\'x\'] != 1)" 2>/dev/null || exit 1')
+    assert play(task, attack, "echo '{\"x\": 2}' > out.json")[0] == 0.0
+    assert play(task, attack, "echo '{\"x\": 1}' > out.json")[0] == 1.0
+
+
+def test_git_of_the_tests_runs_no_hook_and_no_program_of_the_repository(make_task):
+    attack = ("git init -q . 2>/dev/null; printf '#!/bin/sh\\necho hello > /app/out.txt\\n' > hook; chmod +x hook; mkdir -p .git/hooks; for h in pre-commit post-checkout post-index-change; do cp hook .git/hooks/$h; done;"
+              " git config core.fsmonitor /app/hook; git config core.hooksPath /app/.git/hooks; git config --global core.fsmonitor /app/hook; rm -f out.txt")
+    task = make_task('cd /app; git status >/dev/null 2>&1; git -c user.name=a -c user.email=b commit -qm x --allow-empty >/dev/null 2>&1; [ "$(cat out.txt 2>/dev/null)" = hello ] || exit 1')
+    assert play(task, attack)[0] == 0.0
+
+
+def test_what_the_shell_of_the_model_set_is_gone_but_its_files_are_there(make_task):
+    task = make_task('[ "$(cat d/out.txt)" = hello ] && [ "$PWD" = /app ] && [ -z "$x" ] && [ -z "$(ls -A /tmp)" ] || exit 1')
+    assert play(task, "export x=1; touch /tmp/left; mkdir d; cd d; echo hello > out.txt")[0] == 1.0
