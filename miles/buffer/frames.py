@@ -15,8 +15,10 @@ A frame that was cut short (kill -9, full disk) has no whole header, or ends aft
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -125,7 +127,7 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
         stored, data = data[:size], data[size:]
         width = np.dtype(dtype).itemsize * leaf.length
         try:
-            raw = stored if name in PLAIN else zstandard.decompress(stored, max_output_size=width)
+            raw = stored if name in PLAIN else _zstd().decompress(stored, max_output_size=width)
         except zstandard.ZstdError:
             raise damaged(where) from None
         if len(raw) != width:
@@ -150,6 +152,16 @@ def damaged(where: str) -> StructureError:
                           cause="digest")
 
 
+_local = threading.local()
+
+
+def _zstd() -> SimpleNamespace:
+    """`compress` and `decompress` of this thread: making their contexts costs more than an array of a few thousand tokens takes."""
+    if not hasattr(_local, "zstd"):
+        _local.zstd = SimpleNamespace(compress=zstandard.ZstdCompressor(level=1).compress, decompress=zstandard.ZstdDecompressor().decompress)
+    return _local.zstd
+
+
 class _Stored:
     """Bytes `start .. start + size` of an open file, read as they are sliced."""
 
@@ -168,7 +180,7 @@ def _encode_leaf(t: Trajectory, start: int) -> tuple[Leaf, list]:
     arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in ARRAYS.items()]
     shape = None if t.routes is None else t.routes.shape[1:]
     record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "routes_shape": shape})
-    compress = zstandard.ZstdCompressor(level=1).compress
+    compress = _zstd().compress
     blobs = [a.view(np.uint8) if name in PLAIN else compress(a) for name, a in zip(ARRAYS, arrays, strict=True)]
     header = None
     if t.routes is not None:

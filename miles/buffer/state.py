@@ -72,17 +72,25 @@ class BufferState:
         self._next_id = 0
         self._status: dict[int, Status] = {}
         self._by_status: dict[Status, dict[int, GroupInfo]] = {s: {} for s in Status}
+        self._left: Counter[Status] = Counter()
 
     def apply(self, record: dict[str, Any]) -> None:
         for group in self._fold(record):
             before, now = self._status.get(group.group_id), group.status
             if before is not now:
                 if before is not None:
-                    del self._by_status[before][group.group_id]
+                    self._leave(before, group.group_id)
                 self._by_status[now][group.group_id] = group
                 self._status[group.group_id] = now
                 if now is Status.DROPPED and (kind := group.dropped.partition(":")[0]) in self._to_retry:
                     heapq.heappush(self._to_retry[kind], group.group_id)
+
+    def _leave(self, status: Status, group_id: int) -> None:
+        """A dict keeps a place for what was deleted, and walks over it: it is made anew when most of its places are empty."""
+        del self._by_status[status][group_id]
+        self._left[status] += 1
+        if self._left[status] > 64 + 2 * len(self._by_status[status]):
+            self._by_status[status], self._left[status] = dict(self._by_status[status]), 0
 
     def _fold(self, record: dict[str, Any]) -> list[GroupInfo]:
         """Apply it; returns the groups that it touched."""

@@ -99,7 +99,7 @@ def test_names_that_are_no_dotted_path_are_refused_by_the_schema(tmp_path, name)
 def schedule(state, **changes):
     s = Scheduler(Rules(in_flight=2, group_size=2, capacity_groups=4, total_groups=10, **changes), ["a", "b", "c"], state)
     s.engine_up(0, 0)
-    return [x for x in s.actions() if isinstance(x, Start)][0]
+    return next(x for x in s.actions() if isinstance(x, Start))
 
 
 def dropped(group, reason, retry_of=None):

@@ -7,7 +7,7 @@ put + get       a group goes the way of a run: 8 parts, sealed, taken, read back
                 the same number of fsyncs, in turns with it. Both in MB of stored bytes a second. Once with the codec of the routes, which is
                 processor time of one thread and in a run spread over all ranks, and once with the seconds in its calls taken off
 metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
-                child that puts, takes, reads, trains and retires; of 6 groups less those of 2. The 256 folders of groups are there, as soon in a run
+                child that puts, takes, reads, trains and retires, with one rollout process; of 6 groups less those of 2. The 256 folders of groups are there, as soon in a run
 16 writers      the same parts by 16 processes at once and by one
 flat            what a call costs in a run with 100,000 groups in journals and on disk (--quick: 20,000) against one with 1,000, in turns, medians.
                 The journal of either run ends with a few groups that wait
@@ -272,7 +272,8 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
     seconds: dict[str, tuple[list[float], list[float]]] = {k: ([], []) for k in ("put", "poll", "take", "counts", "retire")}
     first = groups + 1
     for n in range(repeats):
-        for side, both in enumerate(runs):
+        for side in (0, 1) if n % 2 else (1, 0):
+            both = runs[side]
 
             def timed(name, call, side=side):
                 start = time.perf_counter()
