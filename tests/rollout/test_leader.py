@@ -1,0 +1,91 @@
+"""The rollout leader over a real run directory: its workers here are a function, and its world hands it their messages."""
+
+import asyncio
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+
+from miles.buffer import Status, write_part
+from miles.config import load_config
+from miles.core import NO_VERSION, Trajectory
+from miles.log import RunLog
+from miles.rollout.leader import Leader
+from miles.rundir import RunDir
+
+NEWEST = 5
+
+
+def trajectory(group, sample, reward):
+    mask = np.array([0, 1], np.uint8)
+    return Trajectory(group_id=group, sample=sample, task_id="t", tokens=np.arange(2, dtype=np.int32), loss_mask=mask, logprobs=np.zeros(2, np.float32),
+                      versions=np.where(mask, 2, NO_VERSION).astype(np.int32), routes=None, reward=reward, finish_reason="done", turns=1, exact=True)
+
+
+class Rollout:
+    """A leader whose samples end at once: those of odd groups with equal rewards."""
+
+    def __init__(self, run):
+        self.run, self.epoch, self.posted = run, run.new_epoch("rollout"), []
+        world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=lambda rank, message: self.posted.append(message))
+        self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
+        self.leader = Leader(run, self.epoch, world, self.log, ["a", "b"], lambda: NEWEST)
+        self.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
+
+    def play(self, turns, lose=()):
+        for _ in range(turns):
+            asyncio.run(self.leader.tick())
+            todo, self.posted[:] = list(self.posted), []
+            for m in todo:
+                group, sample = m["group"], m["sample"]
+                if (group, sample) not in lose:
+                    write_part(self.run, self.epoch, [trajectory(group, sample, 1.0 if group % 2 else float(sample % 2))])
+                    self.leader.receive(0, {"kind": "finished", "group": group, "sample": sample, "cause": None})
+        return self.leader._view.state
+
+    def stop(self):
+        self.leader.close()
+        self.log.close()
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "buffer.filter=equal_rewards", "buffer.on_filtered=retry",
+                                                                 "buffer.capacity_groups=4", "trainer.groups_per_step=2")))
+    made.new_attempt()
+    return made
+
+
+def test_filtered_groups_make_room_at_once_and_their_prompts_are_sampled_once_more(run):
+    rollout = Rollout(run)
+    state = rollout.play(20)
+    rollout.stop()
+    assert len(state.with_status(Status.READY)) == 4 and all(g.group_id % 2 == 0 for g in state.with_status(Status.READY))
+    assert set(state.dropped_by_reason()) == {"filter:equal_rewards"}
+    again = [g for g in state.groups.values() if g.retry_of is not None]
+    assert again and all(state.groups[g.retry_of].dropped and state.groups[g.retry_of].task_id == g.task_id for g in again)
+    assert len({g.retry_of for g in again}) == len(again)
+
+
+def test_the_log_has_the_staleness_of_what_waits(run):
+    rollout = Rollout(run)
+    rollout.play(20)
+    rollout.leader._log_queue()
+    rollout.stop()
+    with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
+        rows = f["tables/queue"][...]
+    assert np.isnan(rows["waiting_age_max"][0])  # nothing waited yet
+    assert (rows["ready_groups"][-1], rows["waiting_age_mean"][-1], rows["waiting_age_max"][-1]) == (4, NEWEST - 2, NEWEST - 2)
+
+
+def test_a_new_leader_plays_only_the_samples_that_are_not_on_disk(run):
+    first = Rollout(run)
+    first.play(3, lose={(0, 3)})
+    first.stop()  # killed while sample 3 of group 0 was running
+    second = Rollout(run)
+    asyncio.run(second.leader.tick())
+    assert [m["sample"] for m in second.posted if m["group"] == 0] == [3]
+    state = second.play(3)
+    second.stop()
+    assert state.groups[0].status is Status.READY and state.groups[0].samples == run.config.rollout.group_size
