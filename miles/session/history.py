@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,7 +69,7 @@ class History:
     def turns(self) -> tuple[Turn, ...]:
         return tuple(c.turn for c in self.checkpoints)
 
-    @property
+    @cached_property
     def messages(self) -> list[Message]:
         """The conversation up to `head` as the harness should hold it."""
         return [m for c in self.checkpoints for m in c.messages]
@@ -112,9 +113,12 @@ class History:
         """What a request with these messages (the whole conversation) continues.
 
         Linear: the last turn, or the one before it (a retry of the last turn, which also may roll back to the empty history). Anything else
-        raises StructureError, cause "history:" and what differs. The first request may bring replies as examples; they are given text. Branching: always the deepest turn it holds; replies that were not sampled
-        here are given text. A turn cut by length can be retried, not continued; a branch holds it as given text.
+        raises StructureError, cause "history:" and what differs. The first request may bring replies as examples; they are given text. Branching:
+        always the deepest turn it holds; replies that were not sampled here are given text. A turn cut by length can be retried, not continued; a
+        branch holds it as given text.
         """
+        if self._continued_unchanged(request):
+            return Match(self, tuple(request[len(self.messages):]))
         node, at, cause, problem = self._walk(request, same)
         if self.branching:
             return self._branch(request, node, at, cause)
@@ -133,6 +137,12 @@ class History:
         if node == self.head:
             return Match(self, appended)
         return Match(replace(self, nodes=self.nodes[:-1], head=node), appended, "retry")
+
+    def _continued_unchanged(self, request: Sequence[Message]) -> bool:
+        """The usual case, known by one comparison: everything up to the last turn is there as it was, and no reply comes after it."""
+        held = self.messages
+        return (self.last is not None and self.last.turn.finish_reason == "stop" and len(request) > len(held) and request[: len(held)] == held
+                and not any(m["role"] == "assistant" for m in request[len(held):]))
 
     def _begins_with_examples(self, appended: Sequence[Message], same: Replay) -> bool:
         """Whether replies in a first request are a prompt's examples: there was no turn yet, or the turn that is retried had the same."""
@@ -185,12 +195,13 @@ IGNORED_KEYS = frozenset({"refusal", "annotations", "audio", "function_call", "p
 """Keys of a message that clients add and that no chat template reads."""
 
 
-def check_messages(request: Any) -> list[Message]:
+def check_messages(request: Any, held: Sequence[Message] = ()) -> list[Message]:
     """The request's messages, validated and in one form: content is text (text parts are joined by a newline), `developer` is `system`, keys that
-    say nothing are left out. Raises StructureError (cause "history:message"), and for parts that are no text "request:content-part"."""
+    say nothing are left out. Those that begin with what is `held` already are not looked at again. Raises StructureError (cause "history:message"), and for parts that are no text "request:content-part"."""
     if not isinstance(request, (list, tuple)) or not request:
         raise StructureError(f"messages = {request!r:.80}", "a list with at least one message", cause="history:message")
-    return [_checked(i, m) for i, m in enumerate(request)]
+    known = len(held) if held and request[: len(held)] == held else 0
+    return [*held[:known], *(_checked(i, m) for i, m in enumerate(request[known:], known))]
 
 
 def _checked(i: int, m: Any) -> Message:

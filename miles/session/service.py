@@ -120,7 +120,7 @@ class Session:
         self._busy = True
         commit = None
         try:
-            match, reply, checkpoint = await self._answer(check_messages(messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
+            match, reply, checkpoint = await self._answer(check_messages(messages, self.history.messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
             if checkpoint is not None:
                 # Whoever gives up from here on finds the turn in the session: on disk and in memory it is the same.
                 commit = asyncio.ensure_future(self._commit(match, checkpoint, tools or None))
