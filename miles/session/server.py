@@ -180,11 +180,15 @@ class SessionServer:
                 answer["arrays"] = [{name: getattr(leaf.arrays, name).tolist() for name in ("tokens", "loss_mask", "logprobs", "versions")} for leaf in leaves]
         except StructureError as e:
             answer["refused"] = e.cause
-        await self.service.close_durable(session)
-        return _reply(answer)
+        # The answer goes out before the session is closed: a client that did not get it, because its connection broke or the server was killed, asks again.
+        response = _reply(answer)
+        await response.prepare(request)
+        await response.write_eof()
+        await self.service.forget(session)
+        return response
 
     async def _delete(self, request: web.Request) -> web.Response:
-        await self.service.close_durable(self._session(request))
+        await self.service.forget(self._session(request))
         return web.Response(status=204)
 
     def _session(self, request: web.Request) -> Session:

@@ -121,22 +121,15 @@ class Session:
         commit = None
         try:
             match, reply, checkpoint = await self._answer(check_messages(messages, self.history.messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
-            if checkpoint is not None:
-                # Whoever gives up from here on finds the turn in the session: on disk and in memory it is the same.
-                commit = asyncio.ensure_future(self._commit(match, checkpoint, tools or None))
+            if checkpoint is not None and (commit := self._commit(match, checkpoint, tools or None)) is not None:
                 await asyncio.shield(commit)
             return reply
         except StructureError as e:
             self.refused[e.cause] += 1
             raise
         finally:
-            if commit is None or commit.done():
+            if commit is None:  # otherwise the end of the commit says so
                 self._busy = False
-            else:
-                commit.add_done_callback(self._free)
-
-    def _free(self, _commit: asyncio.Future) -> None:
-        self._busy = False
 
     async def _answer(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None, stop: tuple[str, ...], seed: int | None,
                       on_delta: Callable[[dict[str, str]], None] | None) -> tuple[Match, ChatReply, Checkpoint | None]:
@@ -170,7 +163,8 @@ class Session:
         limits, deaths = self._service.limits, 0
         deadline = time.monotonic() + limits.turn_deadline_s
         while True:
-            await self._settle(deadline)
+            if not self.place.engine.alive:
+                await self._settle(deadline)
             self._requests += 1
             try:
                 turn = await self.place.engine.client.generate(
@@ -189,7 +183,7 @@ class Session:
         return turn
 
     async def _settle(self, deadline: float) -> None:
-        """Move to a living engine if this session's is dead, waiting for one until `deadline`."""
+        """Move to a living engine, waiting for one until `deadline`."""
         try:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
                 place = await self._service.engines.settle(self.place)
@@ -199,7 +193,9 @@ class Session:
         self.moves += place is not self.place
         self.place = place
 
-    async def _commit(self, match: Match, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
+    def _commit(self, match: Match, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> asyncio.Future[None] | None:
+        """Take the turn into the session: at once (None), or when it is on disk. Whoever gives up waiting finds it there nevertheless: on disk and in
+        memory the session is the same."""
         kept, turn = match.kept, checkpoint.turn
         if self._computed_at != self.place:
             self._computed, self._computed_at = [], self.place
@@ -209,13 +205,23 @@ class Session:
         checkpoint = replace(checkpoint, cacheable_tokens=cacheable, reused_tokens=min(turn.cached_tokens, cacheable))
         retries = self.retries + len(self.history.nodes) - len(kept.nodes)
         branched = self.branched + Counter([match.cause] if match.cause and kept.branching else [])
+
+        def take(error: BaseException | None) -> None:
+            self._busy = False
+            if error is None:
+                self.retries, self.branched = retries, branched
+                self._computed = [*(earlier for earlier, n in zip(self._computed, shared, strict=True) if n < len(earlier)), checkpoint.tokens[:-1]]
+                self._add(kept, checkpoint, tools)
+
         if self.durable:
             before = len(kept.last.tokens) if kept.last else 0
             counters = {"retries": retries, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused), "branched": dict(branched)}
-            await self._service.store.append(to_record(self.id, kept, checkpoint, before, tools if kept.last is None else None, counters))
-        self.retries, self.branched = retries, branched
-        self._computed = [*(earlier for earlier, n in zip(self._computed, shared, strict=True) if n < len(earlier)), checkpoint.tokens[:-1]]
-        self._add(kept, checkpoint, tools)
+            written = self._service.store.append(to_record(self.id, kept, checkpoint, before, tools if kept.last is None else None, counters))
+            written.add_done_callback(lambda written: take(written.exception()))
+        else:
+            written = None
+            take(None)
+        return written
 
     def _add(self, kept: History, checkpoint: Checkpoint, tools: list[dict[str, Any]] | None) -> None:
         self.history = kept.add(checkpoint)
@@ -306,17 +312,18 @@ class SessionService:
         if self.sessions.pop(session.id, None) is not None:
             self.engines.leave(session.place)
 
-    async def close_durable(self, session: Session) -> None:
-        """Forget a session also on disk."""
-        if session.durable and session.id in self.sessions:
-            await self.store.append(Closed(session.id))
+    async def forget(self, session: Session) -> None:
+        """Close a session also on disk."""
         self.close(session)
+        if session.durable:
+            session.durable = False
+            await self.store.append(Closed(session.id))
 
     async def _expire(self) -> None:
         """Sessions whose harness never finished them."""
         late = time.time() - self.limits.deadline_s
         for session in [s for s in self.sessions.values() if s.durable and s.opened < late]:
-            await self.close_durable(session)
+            await self.forget(session)
 
 
 def before_stop(text: str, stop: tuple[str, ...]) -> str:

@@ -118,41 +118,37 @@ class SessionStore:
         files = sorted(folder.glob(f"{self._stem}.e*.log"))
         self.restored = open_sessions(read_frames(files[-1].read_bytes())) if files else {}
         self._waiting: list[tuple[bytes, asyncio.Future]] = []
-        self._flusher: asyncio.Task | None = None
+        self._writing = False
         self._thread = ThreadPoolExecutor(1, "sessions")
         self._fd, self._path, self._size, self._rotate_at = -1, folder, 0, ROTATE_BYTES
         self._broken: MilesError | None = None
         self._begin(self.restored)
 
-    async def append(self, *records: Record) -> None:
-        """Returns when the records survive kill -9 and power loss. Raises EnvironmentFault when they cannot be written: then they are not there."""
+    def append(self, *records: Record) -> asyncio.Future[None]:
+        """Done when the records survive kill -9 and power loss; an EnvironmentFault when they cannot be written: then they are not there."""
         done = asyncio.get_running_loop().create_future()
         self._waiting.append((b"".join(map(frame, records)), done))
-        if self._flusher is None:
-            self._flusher = asyncio.create_task(self._flush())
-        await done
+        if not self._writing:
+            self._write()
+        return done
 
-    async def close(self) -> None:
-        while self._flusher is not None:
-            await asyncio.sleep(0.001)
-        self._thread.shutdown()
-        os.close(self._fd)
+    def _write(self) -> None:
+        """Begin to write all that waits. What comes meanwhile is written next."""
+        batch, self._waiting, self._writing = self._waiting, [], True
+        job = asyncio.get_running_loop().run_in_executor(self._thread, self._commit, b"".join(data for data, _ in batch))
+        job.add_done_callback(lambda job: self._written([done for _, done in batch], job.exception()))
 
-    async def _flush(self) -> None:
-        loop = asyncio.get_running_loop()
-        while self._waiting:
-            batch, self._waiting = self._waiting, []
-            try:
-                await loop.run_in_executor(self._thread, self._commit, b"".join(data for data, _ in batch))
-            except MilesError as e:
-                for _, done in batch:
-                    if not done.done():
-                        done.set_exception(e)
+    def _written(self, batch: list[asyncio.Future[None]], error: BaseException | None) -> None:
+        self._writing = False
+        if self._waiting:
+            self._write()
+        for done in batch:
+            if done.done():  # its caller has given up
+                continue
+            if error is None:
+                done.set_result(None)
             else:
-                for _, done in batch:
-                    if not done.done():
-                        done.set_result(None)
-        self._flusher = None
+                done.set_exception(error)
 
     # -- in the thread -------------------------------------------------------------------------------------------------------
     def _commit(self, data: bytes) -> None:

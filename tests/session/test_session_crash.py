@@ -168,7 +168,7 @@ def test_a_restored_session_is_the_one_that_was_killed(chat, tmp_path_factory, a
         t = finish(session)
         assert [x for out in trained for x in out] == t.tokens[t.loss_mask == 1].tolist()
         assert (t.routes[:, 0, 0] == t.tokens[:-1] % 8).all(), "routes are those of their tokens, also across a restart"
-        await service.close_durable(session)
+        await service.forget(session)
         assert not start().sessions
 
     asyncio.run(scenario())

@@ -4,6 +4,7 @@ import json
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from miles.core import EnvironmentFault
 from miles.engine import lease_port
@@ -76,6 +77,27 @@ def test_a_conversation_that_forks_ends_with_the_tokens_of_each_leaf(served):
         assert status == 200 and done["leaves"] == 2 and done["exact"] is True and done["branched"] == {"content": 1}
         assert [a["tokens"] for a in done["arrays"]] == [n.tokens.tolist() for n in nodes[1:]]
         assert [sum(a["loss_mask"]) for a in done["arrays"]] == [12, 6]  # the first turn is trained in the first leaf
+
+    served(scenario)
+
+
+def test_a_summary_that_was_not_delivered_can_be_asked_for_again(served, monkeypatch):
+    async def scenario(w, call):
+        _, opened = await call("POST", "/sessions", {})
+        base = f"/sessions/{opened['id']}"
+        await call("POST", base + "/v1/chat/completions", {"messages": [user("hello")]})
+        real = web.Response.write_eof
+
+        async def broken(self, data=b""):
+            monkeypatch.setattr(web.Response, "write_eof", real)
+            raise ConnectionResetError("the client is gone")
+
+        monkeypatch.setattr(web.Response, "write_eof", broken)
+        with pytest.raises(aiohttp.ClientError):
+            await call("POST", base + "/finish")
+        status, summary = await call("POST", base + "/finish")
+        assert status == 200 and len(summary["turns"]) == 1
+        assert (await call("GET", base))[0] == 404
 
     served(scenario)
 
