@@ -50,13 +50,15 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
 
 
 def main() -> int:
+    import uvloop
+
     from miles.comm import World
     from miles.rundir import RunDir
 
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the trainer checkpoints; this side has nothing that is not on disk already
     run = RunDir(sys.argv[1])
     world = World(run.config.cluster.rollout.ranks)
-    return asyncio.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"])))
+    return uvloop.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"])))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import aiohttp
 import msgspec
 import numpy as np
+import uvloop
 from aiohttp import web
 
 TOKEN = "bench-token"
@@ -296,7 +297,8 @@ def main() -> int:
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
-        asyncio.run(serve_stub(args.folder) if args.role == "stub" else serve_sessions(args.folder, args.engine, args.store))
+        # The server has the event loop that rollout ranks have.
+        (asyncio if args.role == "stub" else uvloop).run(serve_stub(args.folder) if args.role == "stub" else serve_sessions(args.folder, args.engine, args.store))
         return 0
     figures = measure(args.quick)
     if args.json:
