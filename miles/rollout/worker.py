@@ -133,6 +133,7 @@ class Worker:
                 print(f"rank {self._rank}: {cause}; restarting it ({deaths})", flush=True)
         finally:
             await self._server.stop()
+            self._service.store.close()
             lease.release()
             for other in (*self._others.values(), *self._former):
                 await other.close()

@@ -132,6 +132,11 @@ class SessionStore:
             self._write()
         return done
 
+    def close(self) -> None:
+        """When nothing is appended any more."""
+        self._thread.shutdown()
+        os.close(self._fd)
+
     def _write(self) -> None:
         """Begin to write all that waits. What comes meanwhile is written next."""
         batch, self._waiting, self._writing = self._waiting, [], True

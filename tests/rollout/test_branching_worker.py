@@ -50,7 +50,7 @@ def play(tmp_path, monkeypatch):
             worker._engines.up(Engine(0, engine))
             worker.assign(0, 3, "t")
             await asyncio.gather(*worker._running)
-            await worker._service.store.close()
+            worker._service.store.close()
 
         asyncio.run(main())
         log.close()
