@@ -274,16 +274,16 @@ def measure(quick: bool) -> list[dict]:
                 process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
             added = {}
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
-                added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 60 if quick else 200))
+                added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 30 if quick else 200))
                 figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 0.0, 1e3 * most, added[tokens] <= most))
             figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, 2.0, added[65536] <= 2 * added[1024]))
-            limit = asyncio.run(harness_limit(engine, 4096))
+            limit = asyncio.run(harness_limit(engine, 2048 if quick else 4096))
             rate, growth, lost = asyncio.run(throughput(url, server.pid, SESSIONS * (1 if quick else 6)))
             figures.append(figure(f"{SESSIONS} sessions at once, one core", "turns/s", rate, None, limit, 500, rate >= 500))
             figures.append(figure("memory at the end over that at half", "x", growth, None, 1.0, 1.05, growth <= 1.05))
             figures.append(figure("turns lost", "", lost, None, 0, 0, lost == 0))
         os.sched_setaffinity(0, set(range(os.cpu_count())))
-        same, all_later = asyncio.run(prefix_reuse(moe, Path(scratch), 6 if quick else 16, 24))
+        same, all_later = asyncio.run(prefix_reuse(moe, Path(scratch), 4 if quick else 16, 24))
         figures.append(figure("prefix tokens of the session from the cache", "", same, None, 1.0, 0.96, same >= 0.96))
         figures.append(figure("all prompt tokens after the first turn", "", all_later, None, 1.0, 0.96, all_later >= 0.96))
     return figures
