@@ -104,8 +104,8 @@ class Worker:
         for rank, row in others.items():
             if rank not in self._others:
                 self._others[rank] = self._client(row["url"])
-                self._engines.up(Engine(rank, self._others[rank], self._run.config.engine.dp_attention))
             self._others[rank].version = row["version"]
+            self._offer(rank, self._others[rank])
         self._engines.report({rank: row["active"] - mine.get(rank, 0) for rank, row in table.items()})
 
     # -- the engine's life ---------------------------------------------------------------------------------------------------
@@ -145,15 +145,14 @@ class Worker:
         return lease
 
     async def _incarnation(self, number: int) -> None:
-        c = self._run.config
         url = await self._process.start()
         client = self._client(url)
         try:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
-            self._engines.up(Engine(self._rank, client, c.engine.dp_attention))
             while self._process.alive and not self._stopping.is_set():
+                self._offer(self._rank, client)
                 self._report({"kind": "up", "version": weights.version, "url": url, "moved": self._moved()})
                 await self._wait_look()
                 await weights.follow()
@@ -161,6 +160,11 @@ class Worker:
         finally:
             self._engines.down(self._rank)
             await client.close()
+
+    def _offer(self, rank: int, client: EngineClient) -> None:
+        """Sessions may use this engine, which lives: again, when one of them had given it up for a broken connection and no answer."""
+        if self._engines.living(rank) is None:
+            self._engines.up(Engine(rank, client, self._run.config.engine.dp_attention))
 
     def _client(self, url: str) -> EngineClient:
         return EngineClient(url, self._run.token, self._run.config.model.path, max_context=self._run.config.model.max_context)
