@@ -6,10 +6,10 @@ nothing of it is written but the record of its drop. What depends on the version
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 
-from miles.core import ConfigError, EnvironmentFault
+from miles.core import EnvironmentFault
+from miles.core.functions import load_function
 
 Filter = Callable[[list[dict]], str]
 """(summaries of all trajectories, as of `miles.buffer.read_summaries`, in the order of (sample, leaf)) -> "" or a short reason."""
@@ -36,13 +36,7 @@ def load_filter(name: str) -> Filter:
     """
     if name in NAMED:
         return NAMED[name]
-    module, _, function = name.rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(f"filter {name!r}: {e}", f"{', '.join(NAMED)}, or package.module.function", "correct buffer.filter, or the Python path") from e
-    if not callable(found):
-        raise ConfigError(f"filter {name!r} is a {type(found).__name__}", "a function of a group's summaries", "correct buffer.filter")
+    found = load_function("buffer.filter", name, NAMED, "a function of a group's summaries")
 
     def users(summaries: list[dict]) -> str:
         try:

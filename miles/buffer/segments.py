@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from miles.buffer.frames import Header, Place, read_header
-from miles.rundir.publish import explain_os_errors, fsync_dir
+from miles.rundir.publish import explain_os_errors, fsync_dir, write_durably
 
 SEGMENT_BYTES = 64 << 20  # of 10 GB kept there are 160 files, and one that is not full for each writer
 _HOST = socket.gethostname().split(".")[0].replace(".", "-")
@@ -56,10 +56,7 @@ class SegmentWriter:
                 self._open()
             fd, self._fd = self._fd, -1  # not used again unless all goes well
             try:
-                view = memoryview(frame)
-                while view:
-                    view = view[os.write(fd, view) :]
-                os.fsync(fd)
+                write_durably(fd, frame)
             except BaseException:
                 os.close(fd)
                 raise

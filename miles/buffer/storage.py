@@ -94,11 +94,6 @@ class Parts:
             self.groups.setdefault(header.group, {})[header.sample] = Part(place, [summary(leaf) for leaf in header.leaves])
 
 
-def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
-    """Samples on disk: group id -> samples. Reads all segments."""
-    return {group: sorted(parts) for group, parts in Parts(buffer_dir).groups.items()}
-
-
 def seal(buffer_dir: Path, group_id: int, parts: Mapping[int, Part]) -> Sealed:
     """Make the sealed file of a group and return what it holds: what is there already, when a process of an older epoch got there first."""
     samples = sorted(parts)
@@ -118,12 +113,6 @@ def seal(buffer_dir: Path, group_id: int, parts: Mapping[int, Part]) -> Sealed:
             final.unlink()  # torn, and believed by no record
             return seal(buffer_dir, group_id, parts)
     return sealed
-
-
-def seal_parts(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> Sealed:
-    """Seal these samples, from what is on disk. Raises KeyError: one is not there."""
-    there = Parts(buffer_dir).groups.get(group_id, {})
-    return seal(buffer_dir, group_id, {s: there[s] for s in samples})
 
 
 def read_sealed(buffer_dir: Path, group_id: int) -> Sealed:

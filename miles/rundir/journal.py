@@ -16,7 +16,7 @@ import msgspec
 import xxhash
 
 from miles.core import EnvironmentFault
-from miles.rundir.publish import explain_os_errors, fsync_dir
+from miles.rundir.publish import explain_os_errors, fsync_dir, write_durably
 
 
 def encode(record: dict[str, Any]) -> bytes:
@@ -55,10 +55,7 @@ class JournalWriter:
         data = b"".join(encode(r) for r in records)
         self._failed = True  # until all of it is durable
         with explain_os_errors(self.path):
-            written = os.write(self._fd, data)
-            while written < len(data):
-                written += os.write(self._fd, data[written:])
-            os.fsync(self._fd)
+            write_durably(self._fd, data)
         self._failed = False
 
     def close(self) -> None:

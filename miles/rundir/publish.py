@@ -24,6 +24,14 @@ def temp_path(final: Path) -> Path:
     return final.with_name(f".{final.name}.{_HOST}.{os.getpid()}.tmp")
 
 
+def write_durably(fd: int, data: bytes) -> None:
+    """Write all of it at the file's position, and fsync."""
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view):]
+    os.fsync(fd)
+
+
 def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Make `final` appear with exactly `data`, durably. Raises EnvironmentFault when the file system is full or read-only."""
     tmp = temp_path(final)
@@ -31,10 +39,7 @@ def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644) -> None:
         try:
             fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode)
             try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(fd, view):]
-                os.fsync(fd)
+                write_durably(fd, data)
             finally:
                 os.close(fd)
             os.rename(tmp, final)
@@ -53,10 +58,7 @@ def create_bytes(final: Path, data: bytes) -> None:
     with explain_os_errors(final):
         fd = os.open(final, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(fd, view):]
-            os.fsync(fd)
+            write_durably(fd, data)
         except BaseException:
             final.unlink(missing_ok=True)
             raise

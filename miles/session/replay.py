@@ -5,12 +5,12 @@ Tokens never depend on the answer: the session keeps those that were sampled. It
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Callable
 from typing import Any
 
-from miles.core import ConfigError, EnvironmentFault
+from miles.core import EnvironmentFault
+from miles.core.functions import load_function
 
 Message = dict[str, Any]
 Replay = Callable[[Message, Message], str]
@@ -39,13 +39,7 @@ def load_replay(name: str) -> Replay:
     """`strict`, `loose`, or a user's `package.module.function(held, given) -> bool`. Raises ConfigError when there is no such function."""
     if name in NAMED:
         return NAMED[name]
-    module, _, function = name.rpartition(".")
-    try:
-        same = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise ConfigError(f"replay {name!r}: {e}", f"{', '.join(NAMED)}, or package.module.function", "correct rollout.replay, or the Python path") from e
-    if not callable(same):
-        raise ConfigError(f"replay {name!r} is a {type(same).__name__}", "a function of two messages", "correct rollout.replay")
+    same = load_function("rollout.replay", name, NAMED, "a function of two messages")
 
     def users(held: Message, given: Message) -> str:
         try:

@@ -20,10 +20,11 @@ from miles.buffer import (
     write_part,
 )
 from miles.buffer.frames import read_frame
-from miles.buffer.storage import finished_parts, parts_dir, read_sealed, seal_parts
+from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import RunDir
+from tests.buffer.parts import finished_parts, seal_parts
 
 
 def trajectory(group=0, sample=0, version=1, reward=1.0, n=6):

@@ -11,12 +11,13 @@ import pytest
 from test_buffer import flip, put, queue, trajectory
 
 from miles.buffer import BufferView, BufferWriter, Status, group_path, read_group, segments, write_part
-from miles.buffer.storage import Parts, finished_parts, parts_dir, read_sealed, seal_parts
+from miles.buffer.storage import Parts, parts_dir, read_sealed
 from miles.buffer.view import journal_name
 from miles.config import load_config
 from miles.core import EnvironmentFault
 from miles.rundir import JournalReader, JournalWriter, RunDir
 from miles.trainer.feed import Feed
+from tests.buffer.parts import finished_parts, seal_parts
 
 
 @pytest.fixture

@@ -17,15 +17,11 @@ from miles.buffer import (
     read_trajectory,
     write_part,
 )
-from miles.buffer.storage import (
-    finished_parts,
-    Parts,
-    seal_parts,
-    write_part_file,
-)
+from miles.buffer.storage import Parts, write_part_file
 from miles.config import load_config
 from miles.core import NO_VERSION, StructureError, Trajectory
 from miles.rundir import RunDir
+from tests.buffer.parts import finished_parts, seal_parts
 
 
 def leaf(group, sample, number, mask, *, reward=1.0, version=1, first_token=0, routes=True):

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from miles.buffer import read_group
-from miles.buffer.storage import seal_parts, write_part_file
+from miles.buffer.storage import write_part_file
 from miles.engine import Sampling
 from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
+from tests.buffer.parts import seal_parts
 from tests.engine.test_engine_real import changed, hf, logprobs, weights  # noqa: F401  (fixtures)
 from tests.session.fake import finish
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.buffer import read_group
-from miles.buffer.storage import seal_parts, write_part_file
+from miles.buffer.storage import write_part_file
 from miles.core import EnvironmentFault, StructureError
 from miles.session import (
     Checkpoint,
@@ -20,6 +20,7 @@ from miles.session import (
     SessionStore,
     to_trajectories,
 )
+from tests.buffer.parts import seal_parts
 from tests.session.conftest import user
 from tests.session.fake import finish, leaves, open_session
 from tests.session.test_session_assemble import turn

@@ -1,0 +1,17 @@
+"""What lies on disk, and sealing it without a leader."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from miles.buffer.storage import Parts, Sealed, seal
+
+
+def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
+    """Samples on disk: group id -> samples. Reads all segments."""
+    return {group: sorted(parts) for group, parts in Parts(buffer_dir).groups.items()}
+
+
+def seal_parts(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> Sealed:
+    """Seal these samples, from what is on disk. Raises KeyError: one is not there."""
+    there = Parts(buffer_dir).groups.get(group_id, {})
+    return seal(buffer_dir, group_id, {s: there[s] for s in samples})
