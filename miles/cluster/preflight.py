@@ -206,7 +206,7 @@ def slurm_nodes(config: MilesConfig, site: SiteConfig) -> str:
         raise EnvironmentFault(f"partition {site.partition or '(default)'} has no nodes", "a partition with nodes", "correct site.partition (sinfo -s)")
     c = config.cluster
     need = max(c.trainer.gpus_per_node, c.rollout.gpus_per_node)
-    wanted = c.trainer.nodes + c.rollout.nodes
+    wanted = c.trainer.nodes if c.placement == "shared" else c.trainer.nodes + c.rollout.nodes
     fit = sum(gpus >= need for gpus in nodes.values())
     if fit < wanted:
         raise EnvironmentFault(f"{fit} nodes with {need} GPUs in partition {site.partition or '(default)'}", f">= {wanted}",

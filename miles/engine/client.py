@@ -138,6 +138,15 @@ class EngineClient:
         """Let held requests go on."""
         await self._post("/continue_generation", {})
 
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        """Give GPU memory back: of "kv_cache", "weights", "cuda_graph". What it held is lost, the prefix cache is emptied. Pause with "retract" before: the
+        engine dies of a release while a request runs; those put back are prefilled after `resume`."""
+        await self._post("/release_memory_occupation", {"tags": list(parts)})
+
+    async def take_memory(self, parts: Sequence[str]) -> None:
+        """Take the memory of `parts` again. Weights are undefined until all their tensors have been given again."""
+        await self._post("/resume_memory_occupation", {"tags": list(parts)})
+
     async def update_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool = False) -> None:
         """Put Hugging Face tensors (any subset of the model's) into the engine and call the result `version`.
 

@@ -7,6 +7,8 @@
         journal  the groups as trained
         checkpoint now and then, and before stopping
 
+On GPUs shared with the engines, publishing comes last: it gives them the GPUs, which each batch then waits for (miles.weights.turns).
+
 Every rank runs this code; the leader alone touches journals, weight versions and the log.
 """
 
@@ -30,13 +32,16 @@ from miles.rundir import RunDir
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
+from miles.trainer.memory import DeviceMemory
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import StepMetrics, TrainStep
+from miles.trainer.turns import Turns
 from miles.weights.mapping import export_hf
 from miles.weights.publish import Published, Publisher
 from miles.weights.store import State, WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
+TERM = "TERM"
 
 
 class Trainer:
@@ -48,16 +53,20 @@ class Trainer:
         self.dir, self.world, self.epoch, self.config = run, world, epoch, c
         self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
         init_distributed(world.rank, self.layout, world.broadcast_bytes, seed=c.run.seed)
+        self.turns = Turns(run, world)
+        self.turns.wait()
         self.checkpoints = Checkpoints(run, world)
         newest = self.checkpoints.newest()
         self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
                                  routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
         self.step = self.checkpoints.load(newest, self.model, self.optimizer) if newest else 0
+        if self.turns.shared:
+            self.turns.memory = DeviceMemory.of(self.model, self.optimizer)
         self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature)
         self._stop = ""
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", TERM))
         self.queue = self.link = self.publisher = self.log = None
         if world.leader:
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
@@ -67,26 +76,35 @@ class Trainer:
         self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, self._serve_late)
 
     def run(self) -> int:
-        self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
+        self.publish(self.export())  # engines start from what this trainer holds, a checkpoint or the model folder
         while self.step < self.config.run.steps:
             start = time.time()
             batch = self.feed.next(self.step + 1)
             if batch.plan.stop:
-                if self.step:  # before the first step the model folder is the checkpoint
+                # Before the first step the model folder is the checkpoint. TERM ends the engines too, and nobody says that their memory is free.
+                if self.step and not (self.turns.shared and batch.plan.stop == TERM):
+                    self.turns.take()
                     self.save()
                 return self.close(EXIT_REQUEUE)
+            turn_s, resume_s = self.turns.take()
             t0 = time.monotonic()
             metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
             t1 = time.monotonic()
             self.step += 1
-            published = self.publish()
+            state = self.export()
+            if not self.turns.shared:
+                published = self.publish(state)
             t2 = time.monotonic()
             if self.queue is not None:
                 self.queue.trained(batch.groups, batch.plan.version, self.step)
                 self.link.wake()
             if self.step % self.config.checkpoint.every_steps == 0 or self.step == self.config.run.steps:
                 self.save()
-            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.time() - start}
+            t3 = time.monotonic()
+            if self.turns.shared:
+                published = self.publish(state)
+            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s, "checkpoint_s": t3 - t2,
+                     "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.time() - start}
             self.log_step(batch, metrics, published, times)
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")
@@ -94,9 +112,13 @@ class Trainer:
         return self.close(0)
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
-    def publish(self) -> Published | None:
-        """Collective: gather the weights on the leader, which gives them to the engines."""
-        state: State = {name: tensor.clone() for name, tensor in export_hf(self.model.chunks, self.model.arch)}
+    def export(self) -> State:
+        """Collective: gather the weights in the leader's host memory; nothing elsewhere."""
+        return {name: tensor.clone() for name, tensor in export_hf(self.model.chunks, self.model.arch)}
+
+    def publish(self, state: State) -> Published | None:
+        """Collective: the leader gives the weights to the engines; and all ranks their memory, where they share it."""
+        self.release_s = self.turns.give()
         return self.publisher.publish(self.step, state) if self.publisher is not None else None
 
     def save(self) -> None:
@@ -113,8 +135,10 @@ class Trainer:
         return combined_checksum(expected_checksums(state, dtype=dtype, tied=self.model.arch.tied))
 
     def _serve_late(self) -> int:
-        """Leader, while it waits: send the weights again to an engine that came late. Returns the version being trained."""
+        """Leader, while it waits: send the weights again to an engine that came late, or whose batch has holes. Returns the version being trained."""
         self.publisher.serve_late()
+        if self.turns.given_back():
+            self.publisher.again("the batch is not complete")
         return self.publisher.version
 
     def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:

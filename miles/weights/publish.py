@@ -64,9 +64,13 @@ class Publisher:
             return None
         if all(a.version >= 0 for a in self._acks().values()):
             return None
+        return self.again("a late engine")
+
+    def again(self, note: str) -> Published:
+        """Publish what was published last under a new number, on disk."""
         start = time.monotonic()
         m = self._disk(self._step, self._state)
-        return self._done(self._step, self._state, m, "disk", m.file_size, start, "a late engine")
+        return self._done(self._step, self._state, m, "disk", m.file_size, start, note)
 
     # -- transports ----------------------------------------------------------------------------------------------------------
     def _disk(self, step: int, state: State) -> Manifest:
