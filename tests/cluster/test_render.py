@@ -64,3 +64,19 @@ def test_srun_spells_out_the_sizes_of_its_own_component(tmp_path):
 def test_rank_environment_names_attempt_epoch_and_token():
     env = rank_environment(Path("/runs/x"), SiteConfig(env={"A": "b"}), "slurm", Role.TRAINER, 2, 7)
     assert env == {"A": "b", "MILES_ATTEMPT": "2", "MILES_EPOCH": "7", "MILES_ROLE": "trainer", "MILES_LAUNCHER": "slurm", "MILES_TOKEN_FILE": "/runs/x/token"}
+
+
+def test_shared_gpus_are_one_job_with_room_for_both_steps():
+    config = load_config("configs/tiny_colocated.toml", ("cluster.trainer.memory_gb=10", "cluster.rollout.memory_gb=20", "cluster.rollout.cpus_per_rank=3",
+                                                         "cluster.trainer.nodes=3", "cluster.rollout.nodes=3"))
+    (job,) = components(render_job(config, "configs/tiny_colocated.toml", SiteConfig(account="acc")))
+    # 2 trainer ranks with 1 core, 2 rollout ranks with 3; 30 GB
+    assert {k: job[k] for k in ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "account")} == {
+        "nodes": "3", "ntasks-per-node": "1", "cpus-per-task": "8", "gpus-per-node": "2", "mem": "28610M", "account": "acc"}
+
+
+def test_steps_on_shared_gpus_overlap():
+    config = load_config("configs/tiny_colocated.toml")
+    for role in Role:
+        argv = slurm_argv(config, SiteConfig(python="/env/bin/python"), role, Path("/runs/x"), "m")
+        assert argv[1] == "--overlap" and "--gpus-per-node=2" in argv and "--ntasks=2" in argv and not any(a.startswith("--het-group") for a in argv)
