@@ -9,8 +9,8 @@ from miles.config.schema import SiteConfig
 from miles.core import ConfigError
 
 COLOCATED = "configs/tiny_colocated.toml"
-SMALL = dict(model_type="llama", hidden_size=1024, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=8, head_dim=128, intermediate_size=4096,
-             vocab_size=32000, max_position_embeddings=4096)
+SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
+         "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
 
 
 @pytest.mark.parametrize(("file", "changes", "message"), [

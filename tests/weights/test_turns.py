@@ -11,7 +11,12 @@ from miles.core import StaleEpochError
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_ack, write_ack
 from miles.weights.store import WeightStore
-from miles.weights.turns import EngineTurns, all_released, engine_may_hold, trainer_may_hold
+from miles.weights.turns import (
+    EngineTurns,
+    all_released,
+    engine_may_hold,
+    trainer_may_hold,
+)
 
 
 def make_run(root, placement="shared"):
