@@ -24,7 +24,7 @@ import msgspec
 import xxhash
 
 from miles.core import EnvironmentFault, MilesError
-from miles.rundir.publish import explain_os_errors, publish_file, temp_path
+from miles.rundir.publish import explain_os_errors, publish_file, remove_unfinished, temp_path
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class SessionStore:
         self._folder, self._stem, self._fence = folder, f"r{rank:03d}", fence
         fence()
         folder.mkdir(exist_ok=True)
+        remove_unfinished(folder, f"{self._stem}.")
         self._number, self._epoch = 0, epoch
         files = sorted(folder.glob(f"{self._stem}.e*.log"))
         self.restored = open_sessions(read_frames(files[-1].read_bytes())) if files else {}
