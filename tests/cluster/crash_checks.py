@@ -39,6 +39,9 @@ def check(run: RunDir) -> None:
     check_lineage(run)
     check_versions(run)
     check_engines(run)
+    view = BufferView(run)
+    view.poll()
+    assert all(g.samples == run.config.rollout.group_size for g in view.state.with_status(Status.TRAINED)), "no kill costs a sample"
     check_journals(run)
     assert max(json.loads(p.read_text())["step"] for p in run.checkpoints_dir.glob("step_*/COMMIT")) == run.config.run.steps
     left = [str(p) for folder in (run.weights_dir, run.checkpoints_dir) for p in folder.glob(".*")]
@@ -50,9 +53,6 @@ def check_lineage(run: RunDir) -> None:
     c, figures = run.config, report(run.path)
     assert (figures["steps"], figures["groups_trained"], figures["groups_trained_twice"]) == (c.run.steps, c.run.steps * c.trainer.groups_per_step, 0)
     assert figures["tokens"]["unaccounted"] == 0
-    view = BufferView(run)
-    view.poll()
-    assert all(g.samples == c.rollout.group_size for g in view.state.with_status(Status.TRAINED)), "no kill costs a sample"
 
 
 def check_versions(run: RunDir) -> None:
