@@ -160,7 +160,7 @@ class Session:
 
     async def _generate(self, input_ids: np.ndarray, sampling: Sampling, routes_from: int, stream: ReplyStream | None) -> Turn:
         """One turn from the session's engine; from another, with the same tokens, when that one has died."""
-        limits, deaths = self._service.limits, 0
+        limits, deaths, input_json = self._service.limits, 0, self._line.json(input_ids)
         deadline = time.monotonic() + limits.turn_deadline_s
         while True:
             if not self.place.engine.alive:
@@ -169,7 +169,8 @@ class Session:
             try:
                 turn = await self.place.engine.client.generate(
                     f"{self.id}.{self._requests}", input_ids, sampling, routing_key=self.routing_key, routes_from=routes_from,
-                    extra_key=f"v{self.opened_at}", dp_rank=self.place.dp_rank, deadline_s=deadline - time.monotonic(), on_tokens=stream and stream.feed)
+                    extra_key=f"v{self.opened_at}", dp_rank=self.place.dp_rank, deadline_s=deadline - time.monotonic(), on_tokens=stream and stream.feed,
+                    input_json=input_json)
                 break
             except EngineGone:
                 deaths += 1

@@ -166,7 +166,7 @@ class SessionStore:
                 view = memoryview(data)
                 while view:
                     view = view[os.pwrite(self._fd, view, self._size + len(data) - len(view)):]
-                os.fsync(self._fd)
+                os.fdatasync(self._fd)  # the length too, as POSIX wants it; the times of the file alone may be lost
         except (EnvironmentFault, OSError) as e:
             fault = e if isinstance(e, EnvironmentFault) else EnvironmentFault(f"cannot write {path}: {e}", "a file system that keeps what is written")
             try:

@@ -32,7 +32,8 @@ class Published:
 class Publisher:
     """Holds the last published state on the host: the base of the next delta, and what a late engine is sent."""
 
-    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum):
+    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0):
+        """`after`: a version that was published for certain, whatever is left of the files."""
         self._run, self._epoch, self._store, self._wake, self._checksum = run, epoch, store, wake, engine_checksum
         self._config = run.config.weights
         self._state: State | None = None
@@ -41,7 +42,7 @@ class Publisher:
         self._group: BroadcastGroup | None = None
         self._members: tuple = ()
         self._groups_made = 0
-        self.version = store.newest() or 0  # numbers go on where any earlier epoch stopped
+        self.version = max(store.newest() or 0, after)  # numbers go on where any earlier epoch stopped
 
     def publish(self, step: int, state: State) -> Published:
         """Publish `state` (Hugging Face names, CPU tensors, not modified afterwards) as the next version."""
