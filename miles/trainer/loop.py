@@ -61,9 +61,7 @@ class Trainer:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
         self.queue = self.link = self.publisher = self.log = None
         if world.leader:
-            run.check_epoch(Role.TRAINER, epoch)
-            for folder in (run.weights_dir, run.checkpoints_dir):
-                remove_unfinished(folder)
+            remove_unfinished(run.weights_dir)
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
