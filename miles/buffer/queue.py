@@ -1,4 +1,4 @@
-"""The consuming side: the trainer leader takes ready groups, first sealed first, each exactly once on the lineage of the weights."""
+"""The consuming side: the trainer leader takes ready groups in the order of `buffer.order`, each exactly once on the lineage of the weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,9 @@ class TrainerQueue:
 
         Groups over the limit are dropped (and journalled as `stale`) whether or not enough fresh ones are there.
         """
-        fresh, stale = choose(self.state, count, version, self._run.config.buffer.max_staleness)
+        c = self._run.config.buffer
+        retried = [kind for kind, then in (("stale", c.on_stale), ("filter", c.on_filtered)) if then == "retry"]
+        fresh, stale = choose(self.state, count, version, c.max_staleness, by_index=c.order == "index", retried=retried)
         self._close(g.group_id for g in stale)
         for g in stale:
             self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,

@@ -74,6 +74,7 @@ class Rules:
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
     retry_stale: bool = False
     retry_filtered: bool = False
+    ordered: bool = False  # groups are trained in the order of their prompts
     seed: int = 0
 
 
@@ -190,10 +191,10 @@ class Scheduler:
             yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
 
     def _next_start(self) -> Start | None:
-        if not self._may_start():
+        again = self._to_retry()
+        if not self._may_start(again):
             return None
         group_id, retry_of = self._next_id, None
-        again = self._to_retry()
         if again is not None:
             retry_of, task_id = again.group_id, again.task_id
             again.retried = True
@@ -205,7 +206,7 @@ class Scheduler:
         self._waiting.extend((group_id, s) for s in range(self.rules.group_size))
         return Start(group_id, task_id, retry_of)
 
-    def _may_start(self) -> bool:
+    def _may_start(self, again: GroupInfo | None) -> bool:
         c = self._state.counts()
         self._sealed = {g for g in self._sealed if g not in self._state.groups or self._state.groups[g].status is Status.OPEN}
         open_groups = len(self._open) + len(self._sealed)
@@ -213,10 +214,11 @@ class Scheduler:
             return False
         if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.rules.in_flight:
             return False
+        awaited = self.rules.ordered and again is not None  # groups that are ready wait for it: no room is made before it is there
         if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
             fresh = all(v >= self._newest_version for v in self._engines.values())
-            return fresh and c["taken"] == 0 and c["ready"] + open_groups < self.rules.groups_per_version
-        return c["ready"] + open_groups < self.rules.capacity_groups
+            return fresh and (awaited or c["taken"] + c["ready"] + open_groups < self.rules.groups_per_version)
+        return awaited or c["ready"] + open_groups < self.rules.capacity_groups
 
     def _to_retry(self) -> GroupInfo | None:
         """The dropped group whose prompt is sampled again next, if any."""
@@ -259,4 +261,4 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start()
+        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start(self._to_retry())

@@ -25,7 +25,7 @@ import msgspec
 import xxhash
 
 from miles.core import EnvironmentFault, MilesError
-from miles.rundir.publish import explain_os_errors, publish_file, temp_path
+from miles.rundir.publish import explain_os_errors, publish_file, remove_unfinished, temp_path
 
 log = logging.getLogger(__name__)
 
@@ -131,6 +131,7 @@ class SessionStore:
         self._folder, self._stem, self._fence = folder, _stem(rank), fence
         fence()
         folder.mkdir(exist_ok=True)
+        remove_unfinished(folder, f"{self._stem}.")
         self._number, self._epoch = 0, epoch
         self.restored = stored_sessions(folder, rank)
         self._waiting: list[tuple[bytes, asyncio.Future]] = []

@@ -59,6 +59,7 @@ class Checkpoints:
         Raises EnvironmentFault when there are checkpoints and none is whole.
         """
         if self._world.leader:
+            self._run.check_epoch(Role.TRAINER, self._epoch)
             for unfinished in self._dir.glob(".*"):  # of a trainer that was killed while it wrote or removed one
                 remove_tree(unfinished)
         steps = self._agreed_steps()

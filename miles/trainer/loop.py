@@ -26,7 +26,7 @@ from miles.core import Layout, Role
 from miles.engine.command import DTYPES
 from miles.engine.digest import combined_checksum, expected_checksums
 from miles.log import RunLog
-from miles.rundir import RunDir
+from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
@@ -62,6 +62,7 @@ class Trainer:
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
         self.queue = self.link = self.publisher = self.log = None
         if world.leader:
+            remove_unfinished(run.weights_dir)
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)

@@ -173,6 +173,19 @@ def test_synchronous_mode_makes_one_batch_per_version():
     assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [1]
 
 
+def test_synchronous_mode_replaces_a_group_that_is_found_damaged_after_it_was_taken():
+    """The trainer holds one of the batch and waits for another: nothing is trained, so no new version would come."""
+    sim = Sim(rules(groups_per_version=2))
+    sim.step()
+    for group in (0, 1):
+        sim.s.finished(group, 0), sim.s.finished(group, 1)
+    sim.step()
+    sim.state.apply({"kind": "taken", "groups": [0, 1], "step": 1, "version": 0})
+    assert sim.step() == []
+    sim.state.apply({"kind": "drop", "group": 1, "reason": "digest"})
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [2]
+
+
 def test_after_a_restart_open_groups_come_first_and_finished_samples_are_kept():
     state = BufferState()
     for g in (0, 1):
