@@ -4,7 +4,7 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones;
+- a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -33,12 +33,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Assign:
-    """Run one trajectory on a rank's engine."""
+    """Run one trajectory on a rank's engine. `held_by`: the rank that has its first turns on disk."""
 
     group_id: int
     sample: int
     task_id: str
     rank: int
+    held_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ class Rules:
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
     retry_stale: bool = False
     retry_filtered: bool = False
+    ordered: bool = False  # groups are trained in the order of their prompts
     seed: int = 0
 
 
@@ -94,6 +96,7 @@ class Scheduler:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
+        self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
         self._active: Counter[int] = Counter()  # rank -> how many of them
         self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
         self._complete: list[int] = []  # open groups of which every sample has ended
@@ -115,6 +118,13 @@ class Scheduler:
             self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
+
+    def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
+        """A process of this rank was killed while it played the sample, and that many turns are on disk. Whether they are of use."""
+        if (group_id, sample) not in self._waiting:
+            return False
+        self._held[group_id, sample] = max((turns, rank), self._held.get((group_id, sample), (0, rank)))
+        return True
 
     def engine_down(self, rank: int) -> None:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
@@ -154,7 +164,7 @@ class Scheduler:
     # -- decisions -----------------------------------------------------------------------------------------------------------
     def turn_over(self) -> int:
         """Shared GPUs: the newest version with which nothing is left to do: its batch is complete, or the run needs no more groups. Once said it stays so."""
-        if not self._running and not self._open and not self._unjournalled() and not self._room():
+        if not self._running and not self._open and not self._unjournalled() and not self._room(self._to_retry()):
             self.end_turn()
         return self._over
 
@@ -185,16 +195,17 @@ class Scheduler:
                     return
                 yield start
             group_id, sample = self._waiting.popleft()
-            rank = self._least_active()
+            _, held_by = self._held.pop((group_id, sample), (0, None))
+            rank = held_by if held_by in self._engines else self._least_active()
             self._running[group_id, sample] = rank
             self._load(rank, +1)
-            yield Assign(group_id, sample, self._open[group_id].task_id, rank)
+            yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
 
     def _next_start(self) -> Start | None:
-        if not self._may_start():
+        again = self._to_retry()
+        if not self._may_start(again):
             return None
         group_id, retry_of = self._next_id, None
-        again = self._to_retry()
         if again is not None:
             retry_of, task_id = again.group_id, again.task_id
             again.retried = True
@@ -206,19 +217,21 @@ class Scheduler:
         self._waiting.extend((group_id, s) for s in range(self.rules.group_size))
         return Start(group_id, task_id, retry_of)
 
-    def _may_start(self) -> bool:
+    def _may_start(self, again: GroupInfo | None) -> bool:
         if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.rules.in_flight:
             return False
         fresh = self.rules.groups_per_version is None or all(v >= self._newest_version for v in self._engines.values())
-        return fresh and self._room()
+        return fresh and self._room(again)
 
-    def _room(self) -> bool:
+    def _room(self, again: GroupInfo | None) -> bool:
         """Whether one more group is wanted. Synchronous: one batch, made by engines that all serve the newest version; what the trainer has taken and not
         dropped is a part of it."""
         c = self._state.counts()
         open_groups = len(self._open) + self._unjournalled()
         if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
             return False
+        if self.rules.ordered and again is not None:  # groups that are ready wait for it: no room is made before it is there
+            return True
         if self.rules.groups_per_version is not None:
             return c["taken"] + c["ready"] + open_groups < self.rules.groups_per_version
         return c["ready"] + open_groups < self.rules.capacity_groups
@@ -269,4 +282,4 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start()
+        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start(self._to_retry())
