@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract"]
 CONTROL_TIMEOUT_S = 600.0
 HANDOVER = Path("/dev/shm")
+KEEP_ALIVE_S = 2.0
+"""An idle connection is used again for this long. The server closes it after 5 s (uvicorn's default); a request written in that moment fails, and a living engine
+would be taken for a dead one in the middle of an update."""
 
 
 STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all tokens before
@@ -267,7 +270,7 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
         sent = {} if body is None else {"data": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
         try:
             async with self._http.request(method, self.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s), **sent) as response:
