@@ -100,7 +100,7 @@ def real_run(folder: Path, mode: str, site: Path):
         f"run.mode={mode}", f"run.root={folder}", f"run.name=bench_{mode}", f"run.steps={REAL_STEPS}", f"tasks.path={folder / 'tasks'}", f"cluster.site={site}",
         f"rollout.in_flight={REAL_GROUPS * REAL_GROUP}", f"rollout.group_size={REAL_GROUP}", "rollout.max_turns=1", "rollout.max_turn_tokens=8",
         f"buffer.capacity_groups={4 * REAL_GROUPS}", f"trainer.groups_per_step={REAL_GROUPS}", "trainer.layout.ep=1", "cluster.trainer.ranks_per_node=1",
-        "cluster.trainer.gpus_per_node=1", "cluster.rollout.nodes=1", f"checkpoint.every_steps={REAL_STEPS}"))
+        "cluster.trainer.gpus_per_node=1", "cluster.rollout.nodes=1", "engine.start_timeout_s=900", f"checkpoint.every_steps={REAL_STEPS}"))
     prepare(config)
     run = RunDir.create(config)
     with started_local(run) as process:
