@@ -50,10 +50,11 @@ def group_path(buffer_dir: Path, group_id: int) -> Path:
     return buffer_dir / "groups" / xxhash.xxh32_hexdigest(name.encode())[:2] / f"{name}.json"
 
 
+FIRST = Source(pool=0, epoch=0)
 _writer: tuple[tuple, SegmentWriter] | None = None  # of this process: it makes samples of one run and epoch
 
 
-def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Source = Source(0, 0), fence=lambda: None) -> None:
+def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Source = FIRST, fence=lambda: None) -> None:
     """Append one sample, all its leaves at once, to a segment of this process. Of a sample written twice the last counts.
 
     `fence` raises when the epoch is over. Raises StructureError (cause `leaves`): these are not the leaves of one sample.

@@ -4,7 +4,7 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones;
+- a new trajectory goes to the living engine with the fewest active ones; an engine of a pool brings slots of its own, and never has more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -12,6 +12,7 @@ decision of the rollout side is here:
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -99,6 +100,7 @@ class Scheduler:
         self._complete: list[int] = []  # open groups of which every sample has ended
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
+        self._slots: dict[int, int] = {}  # rank of a pool -> most trajectories it may have at once
         self._newest_version = -1
         self._next_id = state.next_group_id()
         self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
@@ -108,8 +110,11 @@ class Scheduler:
             self._note_complete(g.group_id)
 
     # -- events --------------------------------------------------------------------------------------------------------------
-    def engine_up(self, rank: int, version: int) -> None:
-        """The rank's engine serves `version` and may be given work."""
+    def engine_up(self, rank: int, version: int, slots: int | None = None) -> None:
+        """The rank's engine serves `version` and may be given work. `slots`: of a pool's rank, always the same: it raises what the run has in flight by as
+        many, and has at most as many itself."""
+        if slots is not None:
+            self._slots[rank] = slots
         if rank not in self._engines:
             self._load(rank, 0)
         self._engines[rank] = version
@@ -125,6 +130,22 @@ class Scheduler:
             self._load(self._running[group_id, sample], -1)
             self._load(rank, +1)
             self._running[group_id, sample] = rank
+
+    def adopt(self, group_id: int, sample: int, rank: int) -> bool:
+        """A sample that waits here was given to a pool's rank by an earlier leader. False: it does not wait, it has ended or runs elsewhere."""
+        if (group_id, sample) not in self._waiting:
+            return False
+        self._waiting.remove((group_id, sample))
+        self._running[group_id, sample] = rank
+        self._load(rank, +1)
+        return True
+
+    def released(self, group_id: int, sample: int) -> None:
+        """A running sample was given up with its pool, through no fault of its own: it is the next to be started, and that counts as no retry."""
+        if (rank := self._running.pop((group_id, sample), None)) is not None:
+            self._load(rank, -1)
+            if group_id in self._open:
+                self._waiting.appendleft((group_id, sample))
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
@@ -167,14 +188,13 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
-        while self._engines and len(self._running) < self.rules.in_flight:
+        while len(self._running) < self.most_in_flight and (rank := self._least_active()) is not None:
             if not self._waiting:
                 start = self._next_start()
                 if start is None:
                     return
                 yield start
             group_id, sample = self._waiting.popleft()
-            rank = self._least_active()
             self._running[group_id, sample] = rank
             self._load(rank, +1)
             yield Assign(group_id, sample, self._open[group_id].task_id, rank)
@@ -201,7 +221,7 @@ class Scheduler:
         open_groups = len(self._open) + len(self._sealed)
         if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
             return False
-        if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.rules.in_flight:
+        if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.most_in_flight:
             return False
         if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
             fresh = all(v >= self._newest_version for v in self._engines.values())
@@ -213,18 +233,22 @@ class Scheduler:
         stale = self._state.to_retry("stale") if self.rules.retry_stale else None
         return stale or (self._state.to_retry("filter") if self.rules.retry_filtered else None)
 
-    def _least_active(self) -> int:
-        """The living rank with the fewest active trajectories, of equals the first."""
+    def _least_active(self) -> int | None:
+        """The living rank with the fewest active trajectories and a slot for one more, of equals the first."""
         if len(self._by_load) > 4 * len(self._engines) + 64:
-            self._by_load = [(self._active[rank], rank) for rank in self._engines]
+            self._by_load = [(self._active[rank], rank) for rank in self._engines if self._has_slot(rank)]
             heapq.heapify(self._by_load)
-        while (top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]:
+        while self._by_load and ((top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]):
             heapq.heappop(self._by_load)
-        return top[1]
+        return self._by_load[0][1] if self._by_load else None
 
     def _load(self, rank: int, change: int) -> None:
         self._active[rank] += change
-        heapq.heappush(self._by_load, (self._active[rank], rank))
+        if self._has_slot(rank):
+            heapq.heappush(self._by_load, (self._active[rank], rank))
+
+    def _has_slot(self, rank: int) -> bool:
+        return self._active[rank] < self._slots.get(rank, math.inf)
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -243,10 +267,15 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def most_in_flight(self) -> int:
+        """Trajectories that may run at once: those of the run, and what the living engines of pools bring."""
+        return self.rules.in_flight + sum(slots for rank, slots in self._slots.items() if rank in self._engines)
+
+    @property
     def open_groups(self) -> int:
         return len(self._open)
 
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start()
+        return self._least_active() is not None and len(self._running) < self.most_in_flight and not self._waiting and not self._may_start()

@@ -32,6 +32,11 @@ class PoolFacts(msgspec.Struct, frozen=True):
     in_flight: int  # trajectories at once in this pool
     time_limit: str  # Slurm's format
 
+    def config_of(self, run: MilesConfig) -> MilesConfig:
+        """The run's config with the pool's size. Not validated anew: a pool may hold less than a group."""
+        cluster = run.cluster.model_copy(update={"rollout": run.cluster.rollout.model_copy(update={"nodes": self.nodes}), "time_limit": self.time_limit})
+        return run.model_copy(update={"cluster": cluster, "rollout": run.rollout.model_copy(update={"in_flight": self.in_flight})})
+
 
 class PoolDir(RunDir):
     """The run as the ranks of a pool see it: the same directory, with the pool's own epoch in the place of the rollout role's, its own folder for what
@@ -44,15 +49,15 @@ class PoolDir(RunDir):
             self.facts = msgspec.json.decode((self.folder / "pool.json").read_bytes(), type=PoolFacts)
         except FileNotFoundError:
             raise ConfigError(f"{self.path} has no pool {pool}", f"one of {self.pools()}", "attach one: miles-submit attach RUN --nodes N") from None
-        self.config = pool_config(self.config, self.facts)
+        self.config = self.facts.config_of(self.config)
 
     @classmethod
     def create(cls, run: RunDir, facts: PoolFacts) -> PoolDir:
         """Allocate the next pool of a run. Exclusive: two never get the same number."""
         run.pools_dir.mkdir(exist_ok=True)
-        number = next_pool(run)
+        number = run.next_pool()
         while True:
-            folder = run.pools_dir / f"{number:04d}"
+            folder = run.pool_dir(number)
             try:
                 with explain_os_errors(folder):
                     folder.mkdir()
@@ -66,10 +71,7 @@ class PoolDir(RunDir):
 
     @property
     def folder(self) -> Path:
-        return self.pools_dir / f"{self.pool:04d}"
-
-    def epoch_dir(self, epoch: int) -> Path:
-        return self.folder / f"e{epoch:04d}"
+        return self.pool_dir(self.pool)
 
     @property
     def acks_dir(self) -> Path:
@@ -94,21 +96,11 @@ class PoolDir(RunDir):
         while True:
             try:
                 with explain_os_errors(self.folder):
-                    self.epoch_dir(epoch).mkdir()
+                    self.pool_epoch_dir(self.pool, epoch).mkdir()
             except FileExistsError:
                 epoch += 1
                 continue
             return epoch
-
-
-def next_pool(run: RunDir) -> int:
-    return max(run.pools(), default=0) + 1
-
-
-def pool_config(config: MilesConfig, facts: PoolFacts) -> MilesConfig:
-    """The run's config with the pool's size. Not validated anew: a pool may hold less than a group."""
-    cluster = config.cluster.model_copy(update={"rollout": config.cluster.rollout.model_copy(update={"nodes": facts.nodes}), "time_limit": facts.time_limit})
-    return config.model_copy(update={"cluster": cluster, "rollout": config.rollout.model_copy(update={"in_flight": facts.in_flight})})
 
 
 def usual_in_flight(config: MilesConfig, nodes: int) -> int:

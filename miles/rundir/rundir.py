@@ -89,6 +89,12 @@ class RunDir:
     def pools_dir(self) -> Path:
         return self.path / "pools"
 
+    def pool_dir(self, pool: int) -> Path:
+        return self.pools_dir / f"{pool:04d}"
+
+    def pool_epoch_dir(self, pool: int, epoch: int) -> Path:
+        return self.pool_dir(pool) / f"e{epoch:04d}"
+
     @property
     def token_file(self) -> Path:
         return self.path / "token"
@@ -143,11 +149,14 @@ class RunDir:
         """Numbers of the pools that were ever attached."""
         return sorted(int(p.parent.name) for p in self.pools_dir.glob("[0-9]*/pool.json"))
 
+    def next_pool(self) -> int:
+        return max(self.pools(), default=0) + 1
+
     def pool_epoch(self, pool: int) -> int:
         """Newest epoch of a pool (0: the rollout role itself), 0 before its first start."""
         if pool == 0:
             return self.current_epoch(Role.ROLLOUT)
-        return max((int(p.name[1:]) for p in (self.pools_dir / f"{pool:04d}").glob("e[0-9]*")), default=0)
+        return max((int(p.name[1:]) for p in self.pool_dir(pool).glob("e[0-9]*")), default=0)
 
     # -- the end -------------------------------------------------------------------------------------------------------------
     @property
