@@ -99,11 +99,14 @@ class Pools:
         self._members[pool.pool] = member
         self._writer.follow(pool.pool, epoch)  # after its journals were read: the part of a sample that they call finished is seen
         for a in member.state.done:
-            if self._scheduler.adopt(a.group, a.sample, a.rank):
+            if self._adopt(pool, a):
                 self._scheduler.finished(a.group, a.sample)
-        adopted = [self._scheduler.adopt(a.group, a.sample, a.rank) for a in member.state.running.values()]
+        adopted = [self._adopt(pool, a) for a in member.state.running.values()]
         print(f"pool {pool.pool} joins with epoch {epoch}: {pool.config.cluster.rollout.ranks} ranks, {pool.facts.in_flight} in flight, "
               f"{sum(adopted)} samples under way", flush=True)
+
+    def _adopt(self, pool: PoolDir, a: Assigned) -> bool:
+        return self._scheduler.adopt(a.group, a.sample, a.rank, pool.slots(a.rank - pool.first_rank))
 
     def _over(self, member: _Member, why: str) -> None:
         """Its epoch ends before its parts are looked at for the last time, and before its samples are given to others."""

@@ -4,7 +4,7 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones; an engine of a pool brings slots of its own, and never has more than these;
+- a new trajectory goes to the living engine with the fewest active ones; an engine of a pool brings slots of its own, and has no more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -12,7 +12,6 @@ decision of the rollout side is here:
 from __future__ import annotations
 
 import heapq
-import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -111,11 +110,11 @@ class Scheduler:
 
     # -- events --------------------------------------------------------------------------------------------------------------
     def engine_up(self, rank: int, version: int, slots: int | None = None) -> None:
-        """The rank's engine serves `version` and may be given work. `slots`: of a pool's rank, always the same: it raises what the run has in flight by as
-        many, and has at most as many itself."""
+        """The rank's engine serves `version` and may be given work. `slots`: of a pool's rank, always the same: it may have so many at once, besides what
+        the run's own engines have."""
         if slots is not None:
             self._slots[rank] = slots
-        if rank not in self._engines:
+        elif rank not in self._engines:
             self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
@@ -131,10 +130,11 @@ class Scheduler:
             self._load(rank, +1)
             self._running[group_id, sample] = rank
 
-    def adopt(self, group_id: int, sample: int, rank: int) -> bool:
+    def adopt(self, group_id: int, sample: int, rank: int, slots: int) -> bool:
         """A sample that waits here was given to a pool's rank by an earlier leader. False: it does not wait, it has ended or runs elsewhere."""
         if (group_id, sample) not in self._waiting:
             return False
+        self._slots[rank] = slots
         self._waiting.remove((group_id, sample))
         self._running[group_id, sample] = rank
         self._load(rank, +1)
@@ -188,7 +188,7 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
-        while len(self._running) < self.most_in_flight and (rank := self._least_active()) is not None:
+        while (rank := self._next_rank()) is not None:
             if not self._waiting:
                 start = self._next_start()
                 if start is None:
@@ -221,7 +221,7 @@ class Scheduler:
         open_groups = len(self._open) + len(self._sealed)
         if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
             return False
-        if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.most_in_flight:
+        if self.rules.refill == "group" and self._free_slots() < self.rules.group_size:
             return False
         if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
             fresh = all(v >= self._newest_version for v in self._engines.values())
@@ -233,22 +233,33 @@ class Scheduler:
         stale = self._state.to_retry("stale") if self.rules.retry_stale else None
         return stale or (self._state.to_retry("filter") if self.rules.retry_filtered else None)
 
-    def _least_active(self) -> int | None:
-        """The living rank with the fewest active trajectories and a slot for one more, of equals the first."""
+    def _next_rank(self) -> int | None:
+        """The living rank with the fewest active trajectories among those that may have one more, of equals the first."""
+        free = [(self._active[rank], rank) for rank, slots in self._slots.items() if rank in self._engines and self._active[rank] < slots]
+        if self._own_running < self.rules.in_flight and (own := self._least_active()) is not None:
+            free.append(own)
+        return min(free)[1] if free else None
+
+    def _least_active(self) -> tuple[int, int] | None:
+        """(active, rank) of the run's own engine with the fewest active trajectories."""
         if len(self._by_load) > 4 * len(self._engines) + 64:
-            self._by_load = [(self._active[rank], rank) for rank in self._engines if self._has_slot(rank)]
+            self._by_load = [(self._active[rank], rank) for rank in self._engines if rank not in self._slots]
             heapq.heapify(self._by_load)
         while self._by_load and ((top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]):
             heapq.heappop(self._by_load)
-        return self._by_load[0][1] if self._by_load else None
+        return self._by_load[0] if self._by_load else None
 
     def _load(self, rank: int, change: int) -> None:
         self._active[rank] += change
-        if self._has_slot(rank):
+        if rank not in self._slots:
             heapq.heappush(self._by_load, (self._active[rank], rank))
 
-    def _has_slot(self, rank: int) -> bool:
-        return self._active[rank] < self._slots.get(rank, math.inf)
+    @property
+    def _own_running(self) -> int:
+        return len(self._running) - sum(self._active[rank] for rank in self._slots)
+
+    def _free_slots(self) -> int:
+        return self.rules.in_flight - self._own_running + sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if rank in self._engines)
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -267,15 +278,10 @@ class Scheduler:
         return len(self._running)
 
     @property
-    def most_in_flight(self) -> int:
-        """Trajectories that may run at once: those of the run, and what the living engines of pools bring."""
-        return self.rules.in_flight + sum(slots for rank, slots in self._slots.items() if rank in self._engines)
-
-    @property
     def open_groups(self) -> int:
         return len(self._open)
 
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return self._least_active() is not None and len(self._running) < self.most_in_flight and not self._waiting and not self._may_start()
+        return self._next_rank() is not None and not self._waiting and not self._may_start()
