@@ -54,15 +54,16 @@ def _row(run: RunDir, number: int) -> dict:
     for name in ("pool.json", "job.json", "start.json", "exit.json"):
         with contextlib.suppress(FileNotFoundError):
             facts |= json.loads((folder / name).read_text())
-    epochs = [e for e in sorted(folder.glob("e[0-9]*")) if (e / OUT).is_file()]
-    over = "outcome" in facts
-    state = PoolState() if over or not epochs else read_state(epochs[-1])[0]
-    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if over else _alive(facts), "text": facts.get("text", ""),
-            "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": int(epochs[-1].name[1:]) if epochs else 0, "engines": len(state.engines), "running": len(state.running)}
+    epoch = run.pool_epoch(number)
+    current = run.pool_epoch_dir(number, epoch)
+    state = read_state(current)[0] if (current / OUT).is_file() else PoolState()  # an epoch that was raised and not begun ends the one before
+    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if facts.get("outcome", "requeue") != "requeue" else _alive(facts), "text": facts.get("text", ""),
+            "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": epoch,
+            "engines": len(state.engines), "running": len(state.running)}
 
 
 def _alive(facts: dict) -> str:
-    """A pool that has left no outcome."""
+    """A pool that has left no outcome, or was requeued."""
     if facts.get("job_id") is not None:
         with contextlib.suppress(EnvironmentFault):
             job = slurm.squeue(facts["job_id"]).get(facts["job_id"])

@@ -2,11 +2,12 @@
 
     ranks run ── they die ──────────────────────────> started again with a new epoch (at most cluster.max_restarts times)
         │─────── the run is finished, or away ──────> over
-        │─────── USR2, TERM, INT ───────────────────> its ranks are ended, over: what they ran is handed back at once
+        │─────── USR2 (preemption, time limit) ─────> its ranks are ended, over: the job is requeued (at most cluster.max_requeues times) and joins again
+        │─────── TERM, INT ─────────────────────────> its ranks are ended, over
         └─────── exit 2 or 3 ───────────────────────> over (failed)
 
-Whatever ends it, the pool's epoch is raised last: that hands its trajectories back to the run, which otherwise waits for rollout.pool_lease_s. The ranks have
-nothing to save, so a notice of preemption needs no time.
+Whatever ends it, the pool's epoch is raised last: that hands its trajectories back to the run at once, which otherwise waits for rollout.pool_lease_s. The ranks
+have nothing to save, so a notice of preemption needs no time.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
-from miles.cluster.decide import NOT_RESTARTED, Cause, Outcome
-from miles.cluster.slurm import scrubbed
+from miles.cluster import slurm
+from miles.cluster.decide import EX_TEMPFAIL, NOT_RESTARTED, Cause, Outcome
 from miles.cluster.supervise import POLL_S, Step, last_error, restart_delay
 from miles.config import load_site
 from miles.core import MilesError, Role
@@ -48,6 +49,15 @@ def after_end(cause: Cause, *, finished: bool, restarts: int, most: int) -> Outc
     if restarts >= most:
         return Outcome("failed", 1, f"{cause.text}; the ranks were already started again {most} times (cluster.max_restarts)", cause)
     return None
+
+
+def when_told(sig: signal.Signals, requeues_left: int) -> Outcome:
+    """What a signal to the supervisor means. Pure. `requeues_left`: 0 without Slurm."""
+    if sig is not signal.SIGUSR2:
+        return Outcome("left", 128 + sig, f"told to leave ({sig.name})")
+    if requeues_left > 0:
+        return Outcome("requeue", EX_TEMPFAIL, "preempted, or its time is up: it joins again when Slurm starts it again")
+    return Outcome("left", 0, "preempted, or its time is up")
 
 
 class PoolSupervisor:
@@ -107,8 +117,8 @@ class PoolSupervisor:
     def _told(self) -> Outcome | None:
         if not self.signals:
             return None
-        sig = signal.Signals(self.signals[0])
-        return Outcome("left", 0 if sig is signal.SIGUSR2 else 128 + sig, f"told to leave ({sig.name})")
+        used = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        return when_told(signal.Signals(self.signals[0]), self.pool.config.cluster.max_requeues - used if self.launcher == "slurm" else 0)
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
@@ -127,11 +137,15 @@ def _stop(step: Step) -> None:
 
 
 def supervise_pool(pool: PoolDir, launcher: str, module: str = "miles.rollout") -> int:
-    """Run the pool until it is over. Returns the exit code: 0 (the run is finished or away, or the job's time is up), 1, 2, 3, 128 + signal."""
+    """Run the pool until it is over. Returns the exit code: 0 (the run is finished or away), 75 (requeued), 1, 2, 3, 128 + signal."""
     supervisor = PoolSupervisor(pool, launcher, module)
     for sig in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda number, _: supervisor.signals.append(number))
-    return supervisor.run().exit_code
+    outcome = supervisor.run()
+    if outcome.kind == "requeue":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this very job; scontrol must get its answer first
+        slurm.requeue(os.environ["SLURM_JOB_ID"])
+    return outcome.exit_code
 
 
 @contextlib.contextmanager
@@ -139,7 +153,7 @@ def started_pool(pool: PoolDir):
     """The same as a child process, its output in the pool's local.out, so that the foreground can show progress. Ended on leaving."""
     with open(pool.folder / "local.out", "ab") as out:
         process = subprocess.Popen([sys.executable, "-m", "miles.cluster.pool", str(pool.path), str(pool.pool), "--launcher", "local"],
-                                   stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=scrubbed(os.environ), start_new_session=True)
+                                   stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=slurm.scrubbed(os.environ), start_new_session=True)
     try:
         yield process
     finally:

@@ -6,9 +6,10 @@ import time
 
 from mpi4py import MPI
 
-from miles.rundir import RunDir
+from miles.rundir import PoolDir, RunDir
 
-run = RunDir(sys.argv[1])
+pool = int(os.environ["MILES_POOL"])
+run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
 world = MPI.COMM_WORLD
 if world.size != run.config.cluster.rollout.ranks:
     sys.exit(3)
