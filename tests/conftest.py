@@ -14,6 +14,17 @@ settings.load_profile("miles")
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def pytest_addoption(parser):
+    parser.addoption("--long", action="store_true", help="also the tests marked `long`: hours")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--long"):
+        for item in items:
+            if item.get_closest_marker("long"):
+                item.add_marker(pytest.mark.skip(reason="only with --long"))
+
+
 @pytest.fixture(autouse=True)
 def _project_root(monkeypatch):
     """Paths in configs are relative to the project root."""

@@ -3,6 +3,7 @@
 Owns the storage format and the exactly-once accounting of groups. Must not import torch.
 """
 
+from miles.buffer.frontier import Frontier, cut
 from miles.buffer.queue import Taken, TrainerQueue
 from miles.buffer.state import BufferState, GroupInfo, Status, choose
 from miles.buffer.storage import UNREADABLE, group_path, read_group, read_summaries, read_trajectory
@@ -10,6 +11,6 @@ from miles.buffer.view import BufferView
 from miles.buffer.writer import BufferWriter, write_part
 
 __all__ = [
-    "UNREADABLE", "BufferState", "BufferView", "BufferWriter", "GroupInfo", "Status", "Taken", "TrainerQueue", "choose", "group_path", "read_group",
+    "UNREADABLE", "BufferState", "BufferView", "BufferWriter", "Frontier", "GroupInfo", "Status", "Taken", "TrainerQueue", "choose", "cut", "group_path", "read_group",
     "read_summaries", "read_trajectory", "write_part",
 ]

@@ -1,4 +1,4 @@
-"""The consuming side: the trainer leader takes ready groups, first sealed first, each exactly once on the lineage of the weights."""
+"""The consuming side: the trainer leader takes ready groups in the order of `buffer.order`, each exactly once on the lineage of the weights."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from miles.buffer.frontier import Frontier, check
 from miles.buffer.segments import SegmentName, read_segment, segments
 from miles.buffer.state import GroupInfo, Status, choose
 from miles.buffer.storage import group_path, parts_dir, stored_groups
@@ -27,14 +28,20 @@ class Taken:
 class TrainerQueue:
     """Staleness is counted here, at training time. Journal order: `restore` once at start, then per step `taken`, `trained`."""
 
-    def __init__(self, run: RunDir, epoch: int, restored_step: int):
-        """`restored_step`: optimizer steps in the weights that training starts from; later work of older epochs is undone."""
+    def __init__(self, run: RunDir, epoch: int, restored_step: int, frontier: Frontier | None = None):
+        """`restored_step`: optimizer steps in the weights that training starts from; later work of older epochs is undone. `frontier`: of the checkpoint
+        that they come from.
+
+        Raises EnvironmentFault when the journals do not go on from the frontier.
+        """
         self._run, self._epoch = run, epoch
         run.check_epoch(Role.TRAINER, epoch)
         self._journal = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.TRAINER, epoch))
         self._view = BufferView(run)
         self._append({"kind": "restore", "step": restored_step})
         self._view.poll()
+        if frontier is not None:
+            check(frontier, self.state)
         self._done = [g for g in stored_groups(run.buffer_dir) if g in self.state.groups and self.state.groups[g].status in _CLOSED]  # not in `_kept` yet
         self._files = set(self._done)  # closed groups whose file is there
         self._kept: list[tuple[int, int, int]] = []  # heap of (step, group, bytes): files that a checkpoint no longer needs
@@ -55,7 +62,9 @@ class TrainerQueue:
 
         Groups over the limit are dropped (and journalled as `stale`) whether or not enough fresh ones are there.
         """
-        fresh, stale = choose(self.state, count, version, self._run.config.buffer.max_staleness)
+        c = self._run.config.buffer
+        retried = [kind for kind, then in (("stale", c.on_stale), ("filter", c.on_filtered)) if then == "retry"]
+        fresh, stale = choose(self.state, count, version, c.max_staleness, by_index=c.order == "index", retried=retried)
         self._close(g.group_id for g in stale)
         for g in stale:
             self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import enum
 import heapq
+import math
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ class GroupInfo:
     group_id: int
     task_id: str = ""
     retry_of: int | None = None
+    index: int = -1  # place of its prompt: groups of fresh prompts count from 0 as they are started, a replacement has the place of what it replaces
     ready: bool = False
     ready_order: int = -1
     oldest_version: int = -1
@@ -68,7 +71,7 @@ class BufferState:
         self.groups: dict[int, GroupInfo] = {}
         self.in_segment: dict[str, list[int]] = {}  # segment -> sealed groups with samples in it
         self._to_retry: dict[str, list[int]] = {"stale": [], "filter": []}  # dropped groups; heaps, the first dropped group first
-        self._ready_count = 0
+        self._ready_count = self._fresh_count = 0
         self._next_id = 0
         self._status: dict[int, Status] = {}
         self._by_status: dict[Status, dict[int, GroupInfo]] = {s: {} for s in Status}
@@ -99,9 +102,12 @@ class BufferState:
             g = self._group(record["group"])
             g.task_id, g.retry_of = record["task"], record.get("retry_of")
             if g.retry_of is None:
+                if g.index < 0:
+                    g.index, self._fresh_count = self._fresh_count, self._fresh_count + 1
                 return [g]
-            self._group(g.retry_of).retried = True
-            return [g, self._group(g.retry_of)]
+            replaced = self._group(g.retry_of)
+            replaced.retried, g.index = True, replaced.index
+            return [g, replaced]
         if kind == "ready":
             g = self._group(record["group"])
             if not g.ready:
@@ -160,13 +166,22 @@ class BufferState:
         waiting = self._to_retry[kind]
         while waiting:
             g = self.groups[waiting[0]]
-            if not (g.retried or g.trained or (kind == "filter" and g.retry_of is not None)):
+            if _retry_is_due(g, kind):
                 return g
             heapq.heappop(waiting)
         return None
 
+    def awaited(self, retried: Collection[str]) -> list[GroupInfo]:
+        """Groups that are not ready yet, and those dropped ones of the kinds `retried` whose prompt has still to be started again."""
+        again = (self.groups[i] for kind in retried for i in self._to_retry[kind] if _retry_is_due(self.groups[i], kind))
+        return [*self.with_status(Status.OPEN), *again]
+
     def next_group_id(self) -> int:
         return self._next_id
+
+
+def _retry_is_due(g: GroupInfo, kind: str) -> bool:
+    return not (g.retried or g.trained or (kind == "filter" and g.retry_of is not None))
 
 
 def _note_figures(g: GroupInfo, record: dict[str, Any]) -> None:
@@ -175,11 +190,21 @@ def _note_figures(g: GroupInfo, record: dict[str, Any]) -> None:
     g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
 
 
-def choose(state: BufferState, count: int, version: int, max_staleness: int) -> tuple[list[GroupInfo], list[GroupInfo]]:
-    """(at most `count` ready groups to train at `version`, first sealed first; all ready groups that are too old for it). Pure."""
+def choose(state: BufferState, count: int, version: int, max_staleness: int, *, by_index: bool = False,
+           retried: Collection[str] = ()) -> tuple[list[GroupInfo], list[GroupInfo]]:
+    """(at most `count` ready groups to train at `version`, all ready groups that are too old for it). Pure.
+
+    First sealed first; or `by_index`, in the order of their prompts, whichever group was sealed first: then nothing is given out past a place whose group
+    is still being made. `retried`: the drops (`stale`, `filter`) after which a prompt is sampled again, so that its place is still to be filled. The
+    place of any other dropped group is empty.
+    """
     ready = state.ready_in_order()
     stale = [g for g in ready if staleness(version, g.oldest_version) > max_staleness]
     fresh = [g for g in ready if staleness(version, g.oldest_version) <= max_staleness]
+    if by_index:
+        awaited = [*state.awaited(retried), *(stale if "stale" in retried else ())]
+        missing = min((g.index for g in awaited), default=math.inf)
+        fresh = sorted((g for g in fresh if g.index < missing), key=lambda g: (g.index, g.group_id))
     return fresh[:count], stale
 
 

@@ -45,8 +45,13 @@ from miles.core import MilesError, Role
 from miles.rundir import RunDir, publish_bytes
 
 POLL_S = 0.2
+BACKOFF_S, MOST_BACKOFF_S = 2.0, 30.0
+"""Seconds before the second restart of a role, twice as many before each further one, up to the most."""
 START_S = 120.0
 """Seconds in which every rank of a step must exist; a step that Slurm or hydra never launches is stopped and tried again."""
+CHECK_S = 5.0
+"""How often the records of a running step's ranks are read. One that has failed at two looks in a row has not taken its step with it: mpiexec sees to
+that only after all ranks have met in MPI_Init, and those that wait there for a dead one wait for ever."""
 ERROR = re.compile(r"(MilesError|ConfigError|EnvironmentFault|StructureError|StaleEpochError): ")
 PACKAGES = ("miles", "torch", "sglang", "megatron-core", "transformers", "mpi4py", "numpy", "h5py")
 
@@ -60,7 +65,7 @@ class Step:
         self.records = run.attempt_dir(attempt) / "ranks"
         self.ranks, self.first_rank = launch.component(run.config, role).ranks, run.first_rank
         self.hung = self.asked = False
-        self.deadline = time.monotonic() + START_S
+        self.deadline, self.check_at, self.bereft = time.monotonic() + START_S, time.monotonic() + CHECK_S, False
         if launcher == "slurm":
             argv, env = launch.slurm_argv(run, site, role, module), dict(os.environ)
         else:
@@ -81,9 +86,14 @@ class Step:
         return out
 
     def ended(self) -> Cause | None:
-        """The cause when the step is over, else None. Also stops a step whose ranks never appeared."""
+        """The cause when the step is over, else None. Also stops a step whose ranks never appeared, or that outlives one of them."""
         code = self.process.poll()
         if code is None:
+            if time.monotonic() > self.check_at:
+                failed = any(r["code"] not in (None, 0, os.EX_TEMPFAIL) for r in self.reports())
+                if failed and self.bereft:
+                    self.stop(hard=True)
+                self.check_at, self.bereft = time.monotonic() + CHECK_S, failed
             if time.monotonic() > self.deadline:
                 missing = self.ranks - len(self.reports())
                 self.deadline = float("inf")
@@ -251,7 +261,7 @@ class Supervisor:
 
 def restart_delay(restart: int) -> float:
     """Seconds before the `restart`-th restart: the first at once, then slower, because whatever killed the step may need a moment to pass."""
-    return 0.0 if restart <= 1 else min(2.0 ** (restart - 1), 30.0)
+    return 0.0 if restart <= 1 else min(BACKOFF_S * 2.0 ** (restart - 2), MOST_BACKOFF_S)
 
 
 def _headline(outcome: Outcome) -> str:

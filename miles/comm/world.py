@@ -42,6 +42,15 @@ class World:
         _wait(self.comm.Ibcast(buffer, root=0))
         return buffer.tobytes()
 
+    def gather_bytes(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, in the order of the ranks, on every rank. Collective; waits without spinning."""
+        sizes = np.empty(self.size, dtype=np.int64)
+        _wait(self.comm.Iallgather(np.array([len(data)], dtype=np.int64), sizes))
+        ends = np.cumsum(sizes)
+        everything = np.empty(int(ends[-1]), dtype=np.uint8)
+        _wait(self.comm.Iallgatherv(np.frombuffer(data, dtype=np.uint8), [everything, sizes, ends - sizes, MPI.BYTE]))
+        return [everything[end - n:end].tobytes() for n, end in zip(sizes, ends, strict=True)]
+
     def post(self, dest: int, message: dict[str, Any]) -> None:
         """Send without waiting. Order between two ranks is kept."""
         self._send(message, [dest])

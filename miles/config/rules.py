@@ -57,6 +57,9 @@ def problems(c: MilesConfig) -> list[str]:
     if c.buffer.capacity_groups < c.trainer.groups_per_step:
         refuse(f"buffer.capacity_groups = {c.buffer.capacity_groups} never holds a step of {c.trainer.groups_per_step} groups",
                f">= {c.trainer.groups_per_step}", "raise buffer.capacity_groups")
+    if c.buffer.order == "index" and c.buffer.on_stale != "retry":
+        refuse(f"buffer.order = 'index' with buffer.on_stale = {c.buffer.on_stale!r}: which groups grow too old depends on time, and so would what is trained",
+               "'retry'", "set buffer.on_stale = 'retry', or buffer.order = 'sealed'")
     if c.run.mode == "async" and c.buffer.max_staleness == 0:
         refuse("buffer.max_staleness = 0 in asynchronous mode drops everything that overlaps an update", ">= 1", "raise it, or set run.mode = 'sync'")
     if c.rollout.max_session_tokens > c.model.max_context:

@@ -81,9 +81,11 @@ class EngineClient:
     async def generate(
         self, rid: str, input_ids: Sequence[int] | np.ndarray, sampling: Sampling, *, routing_key: str, routes_from: int = 0,
         extra_key: str = "", dp_rank: int | None = None, deadline_s: float = 300.0, on_tokens: Callable[[list[int]], None] | None = None,
+        input_json: msgspec.Raw | None = None,
     ) -> Turn:
         """Sample one continuation. `routes_from`: first position whose experts are recorded; `extra_key`: namespace of the prefix cache;
-        `on_tokens`: called every few tokens with all that were sampled so far (what counts is the record that is returned).
+        `on_tokens`: called every few tokens with all that were sampled so far (what counts is the record that is returned); `input_json`: `input_ids`
+        as a JSON array, from who has it already.
 
         A reply whose finish_reason is "abort" is returned as it is. Raises KeyRequired without a routing key, StructureError for a request
         the engine must not see or a reply that contradicts itself, EnvironmentFault (after aborting the request) past `deadline_s`, and
@@ -95,7 +97,7 @@ class EngineClient:
         # The server aborts by prefix of the id and dies of a duplicate one: neither may ever happen between two of ours.
         wire_rid = f"{self._nonce}.{next(self._counter)}.{rid}"
         body = request_body(wire_rid, input_ids, sampling, self.shape, max_context=self.max_context, routing_key=routing_key,
-                            routes_from=routes_from, extra_key=extra_key, dp_rank=dp_rank)
+                            routes_from=routes_from, extra_key=extra_key, dp_rank=dp_rank, input_json=input_json)
         began = time.monotonic()
         self.active += 1
         self._wire_rids[rid] = wire_rid

@@ -21,6 +21,8 @@ from miles.engine.ports import PortLease, first_port, lease_port
 
 log = logging.getLogger(__name__)
 
+SERVER = "miles.engine.launch"
+"""The module that the child process runs. Tests that kill engines by the dozen put a stand-in here (tests/engine/stub.py)."""
 POLL_S = 0.2
 TAIL_LINES = 25
 PORT_TAKEN = ("address already in use", "is not available", "port is already")
@@ -141,7 +143,7 @@ class EngineProcess:
             out.write(f"\n--- {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} sglang.launch_server {' '.join(argv)}\n".encode())
             out.flush()
             self._child = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "miles.engine.launch", *argv, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
+                sys.executable, "-m", SERVER, *argv, env=env, stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
                 start_new_session=True,
             )
 

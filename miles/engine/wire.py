@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from miles.core import StructureError, Turn
@@ -34,9 +35,10 @@ class Sampling:
 
 def request_body(
     rid: str, input_ids: Sequence[int] | np.ndarray, sampling: Sampling, shape: ModelShape, *, max_context: int, routing_key: str,
-    routes_from: int = 0, extra_key: str = "", dp_rank: int | None = None,
+    routes_from: int = 0, extra_key: str = "", dp_rank: int | None = None, input_json: msgspec.Raw | None = None,
 ) -> dict[str, Any]:
-    """JSON body of `/generate`. `routes_from`: first position whose experts are wanted. `extra_key`: namespace of the prefix cache.
+    """JSON body of `/generate`. `routes_from`: first position whose experts are wanted. `extra_key`: namespace of the prefix cache. `input_json`: the
+    same ids as a JSON array, from who has it already.
 
     Raises StructureError for what the server would answer with an error or die of: an id outside the vocabulary, an empty or too long input.
     """
@@ -53,7 +55,7 @@ def request_body(
     if not 0 <= routes_from < len(ids):
         raise StructureError(f"request {rid}: routes from position {routes_from}", f"0 .. {len(ids) - 1}", cause="request:routes")
     body: dict[str, Any] = {
-        "rid": rid, "input_ids": ids.tolist(), "return_logprob": True, "logprob_start_len": -1, "routing_key": routing_key,
+        "rid": rid, "input_ids": ids.tolist() if input_json is None else input_json, "return_logprob": True, "logprob_start_len": -1, "routing_key": routing_key,
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens, "min_new_tokens": sampling.min_new_tokens, "temperature": sampling.temperature,
             "top_p": 1.0, "top_k": -1, "min_p": 0.0, "stop_token_ids": list(sampling.stop_token_ids), "ignore_eos": sampling.ignore_eos,
@@ -128,7 +130,7 @@ def _routes(body: dict[str, Any], meta: dict[str, Any], n: int, shape: ModelShap
     if not shape.moe_layers or n == 0:
         return None
     start = body["routed_experts_start_len"]
-    rows = len(body["input_ids"]) + n - 1 - start
+    rows = meta["prompt_tokens"] + n - 1 - start
     wanted = f"int32 [{rows}, {shape.layers}, {shape.top_k}] in base64"
     try:
         raw = np.frombuffer(base64.b64decode(meta["routed_experts"], validate=True), dtype="<i4")

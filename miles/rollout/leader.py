@@ -30,7 +30,7 @@ def rules_from_config(c: MilesConfig) -> Rules:
         in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
         total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
         groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
-        retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", seed=c.run.seed,
+        retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", ordered=c.buffer.order == "index", seed=c.run.seed,
     )
 
 
@@ -60,6 +60,10 @@ class Leader:
                 for group, sample, engine in message["moved"]:
                     self._scheduler.moved(group, sample, engine)
                 self._urls[rank] = message["url"]
+            case "held":
+                useless = [(group, sample) for group, sample, turns in message["samples"] if not self._scheduler.held(rank, group, sample, turns)]
+                if useless:
+                    self._world.post(rank, {"kind": "release", "samples": useless})
             case "down":
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)
@@ -100,9 +104,9 @@ class Leader:
         match action:
             case Start(group_id, task_id, retry_of):
                 self._writer.start(group_id, task_id, retry_of)
-            case Assign(group_id, sample, task_id, rank):
+            case Assign(group_id, sample, task_id, rank, held_by):
                 post = self._world.post if rank < POOL_RANKS else self._pools.assign
-                post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id})
+                post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id, "held_by": held_by})
                 return
             case Seal(group_id, samples):
                 await asyncio.to_thread(self._writer.seal, group_id, list(samples))

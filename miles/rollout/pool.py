@@ -8,9 +8,11 @@ by its journal growing, on a clock of its own: clocks of two hosts are never com
 
     in    {"kind": "beat"}
           {"kind": "assign", "number": "3.17", "rank": 1001, "message": {...}}     `message` is what a rank of the run's own job would get
+          {"kind": "order", "rank": 1001, "message": {...}}                        the same for all other messages
     out   {"kind": "beat"}
           {"kind": "up", "rank": 1001, "version": 4, "url": ..., "moved": [[group, sample, rank], ...]}
           {"kind": "down", "rank": 1001}
+          {"kind": "held", "rank": 1001, "samples": [[group, sample, turns], ...]}
           {"kind": "finished", "numbers": ["3.17"], "cause": null}
 
 An assignment has a number of its own, so that a leader that was started anew knows from the two journals, in whatever order they were written, what the pool
@@ -46,6 +48,7 @@ class PoolState:
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> last `up` of its living engine
     running: dict[str, Assigned] = field(default_factory=dict)  # by number of the assignment
     done: list[Assigned] = field(default_factory=list)  # finished, their parts on disk; in order
+    held: list[dict[str, Any]] = field(default_factory=list)  # `held` records, until the run's leader has looked at them
 
     def apply(self, record: dict[str, Any]) -> list[Assigned]:
         """Returns the samples that this record says have ended."""
@@ -57,6 +60,8 @@ class PoolState:
                 self.engines[record["rank"]] = record
             case "down":
                 self.engines.pop(record["rank"], None)
+            case "held":
+                self.held.append(record)
             case "finished":
                 ended = [self.running.pop(n) for n in record["numbers"] if n in self.running]
                 self.done += ended if record["cause"] is None else []

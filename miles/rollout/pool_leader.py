@@ -43,6 +43,8 @@ class PoolLeader:
                     return  # a rank repeats it every second
                 self._said[rank] = said
                 self._records.append({**message, "rank": rank})
+            case "held" if message["samples"]:
+                self._records.append({**message, "rank": rank})
             case "down":
                 self._said.pop(rank, None)
                 self._records.append({"kind": "down", "rank": rank})
@@ -72,6 +74,8 @@ class PoolLeader:
             self._heard = now
             if record["kind"] == "assign":
                 self._start(record)
+            elif record["kind"] == "order":
+                self._world.post(record["rank"] - self._pool.first_rank, record["message"])
         wait = self._pool.config.rollout.pool_wait_s
         if now - self._heard > wait and not self._stopped:
             self._stopped = True

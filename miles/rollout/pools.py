@@ -102,6 +102,7 @@ class Pools:
             if self._adopt(pool, a):
                 self._scheduler.finished(a.group, a.sample)
         adopted = [self._adopt(pool, a) for a in member.state.running.values()]
+        self._hear_of_held(member)
         print(f"pool {pool.pool} joins with epoch {epoch}: {pool.config.cluster.rollout.ranks} ranks, {pool.facts.in_flight} in flight, "
               f"{sum(adopted)} samples under way", flush=True)
 
@@ -124,7 +125,7 @@ class Pools:
                 self._scheduler.finished(a.group, a.sample)
             else:
                 lost += 1
-                self._scheduler.released(a.group, a.sample)
+                self._scheduler.released(a.group, a.sample, a.rank)
                 self._log_lost(a)
         print(f"pool {pool.pool} of epoch {member.epoch} is over: {why}; {lost} samples are started again", flush=True)
 
@@ -149,10 +150,20 @@ class Pools:
                 self._up(member.pool, record)
             for a in ended:
                 self._scheduler.finished(a.group, a.sample, record["cause"])
+        self._hear_of_held(member)
         if not member.living:
             member.living = True
             for record in member.state.engines.values():
                 self._up(member.pool, record)
+
+    def _hear_of_held(self, member: _Member) -> None:
+        """Trajectories that processes of the pool's ranks had begun when they were killed: the pool goes on with them, or lets them go."""
+        for record in member.state.held:
+            rank = record["rank"]
+            useless = [(group, sample) for group, sample, turns in record["samples"] if not self._scheduler.held(rank, group, sample, turns)]
+            if useless:
+                member.unwritten.append({"kind": "order", "rank": rank, "message": {"kind": "release", "samples": useless}})
+        member.state.held.clear()
 
     def _up(self, pool: PoolDir, record: dict[str, Any]) -> None:
         self._scheduler.engine_up(record["rank"], record["version"], pool.slots(record["rank"] - pool.first_rank))

@@ -4,7 +4,8 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones; an engine of a pool brings slots of its own, and has no more than these;
+- a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns; an
+  engine of a pool brings slots of its own, and has no more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -33,12 +34,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Assign:
-    """Run one trajectory on a rank's engine."""
+    """Run one trajectory on a rank's engine. `held_by`: the rank that has its first turns on disk."""
 
     group_id: int
     sample: int
     task_id: str
     rank: int
+    held_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,7 @@ class Rules:
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
     retry_stale: bool = False
     retry_filtered: bool = False
+    ordered: bool = False  # groups are trained in the order of their prompts
     seed: int = 0
 
 
@@ -94,6 +97,7 @@ class Scheduler:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
+        self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
         self._active: Counter[int] = Counter()  # rank -> how many of them
         self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
         self._complete: list[int] = []  # open groups of which every sample has ended
@@ -119,6 +123,13 @@ class Scheduler:
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
 
+    def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
+        """A process of this rank was killed while it played the sample, and that many turns are on disk. Whether they are of use."""
+        if (group_id, sample) not in self._waiting:
+            return False
+        self._held[group_id, sample] = max((turns, rank), self._held.get((group_id, sample), (0, rank)))
+        return True
+
     def engine_down(self, rank: int) -> None:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
@@ -140,12 +151,14 @@ class Scheduler:
         self._load(rank, +1)
         return True
 
-    def released(self, group_id: int, sample: int) -> None:
-        """A running sample was given up with its pool, through no fault of its own: it is the next to be started, and that counts as no retry."""
-        if (rank := self._running.pop((group_id, sample), None)) is not None:
-            self._load(rank, -1)
+    def released(self, group_id: int, sample: int, rank: int) -> None:
+        """A running sample that `rank` played was given up with its pool, through no fault of its own: it is the next to be started, and that counts as no
+        retry. The turns that it had are on disk."""
+        if (engine := self._running.pop((group_id, sample), None)) is not None:
+            self._load(engine, -1)
             if group_id in self._open:
                 self._waiting.appendleft((group_id, sample))
+                self.held(rank, group_id, sample, turns=0)
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
@@ -195,15 +208,17 @@ class Scheduler:
                     return
                 yield start
             group_id, sample = self._waiting.popleft()
+            _, held_by = self._held.pop((group_id, sample), (0, None))
+            rank = held_by if held_by in self._engines and self._may_have_more(held_by) else rank
             self._running[group_id, sample] = rank
             self._load(rank, +1)
-            yield Assign(group_id, sample, self._open[group_id].task_id, rank)
+            yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
 
     def _next_start(self) -> Start | None:
-        if not self._may_start():
+        again = self._to_retry()
+        if not self._may_start(again):
             return None
         group_id, retry_of = self._next_id, None
-        again = self._to_retry()
         if again is not None:
             retry_of, task_id = again.group_id, again.task_id
             again.retried = True
@@ -215,7 +230,7 @@ class Scheduler:
         self._waiting.extend((group_id, s) for s in range(self.rules.group_size))
         return Start(group_id, task_id, retry_of)
 
-    def _may_start(self) -> bool:
+    def _may_start(self, again: GroupInfo | None) -> bool:
         c = self._state.counts()
         self._sealed = {g for g in self._sealed if g not in self._state.groups or self._state.groups[g].status is Status.OPEN}
         open_groups = len(self._open) + len(self._sealed)
@@ -223,10 +238,11 @@ class Scheduler:
             return False
         if self.rules.refill == "group" and self._free_slots() < self.rules.group_size:
             return False
+        awaited = self.rules.ordered and again is not None  # groups that are ready wait for it: no room is made before it is there
         if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
             fresh = all(v >= self._newest_version for v in self._engines.values())
-            return fresh and c["taken"] == 0 and c["ready"] + open_groups < self.rules.groups_per_version
-        return c["ready"] + open_groups < self.rules.capacity_groups
+            return fresh and (awaited or c["taken"] + c["ready"] + open_groups < self.rules.groups_per_version)
+        return awaited or c["ready"] + open_groups < self.rules.capacity_groups
 
     def _to_retry(self) -> GroupInfo | None:
         """The dropped group whose prompt is sampled again next, if any."""
@@ -235,10 +251,13 @@ class Scheduler:
 
     def _next_rank(self) -> int | None:
         """The living rank with the fewest active trajectories among those that may have one more, of equals the first."""
-        free = [(self._active[rank], rank) for rank, slots in self._slots.items() if rank in self._engines and self._active[rank] < slots]
+        free = [(self._active[rank], rank) for rank in self._slots if rank in self._engines and self._may_have_more(rank)]
         if self._own_running < self.rules.in_flight and (own := self._least_active()) is not None:
             free.append(own)
         return min(free)[1] if free else None
+
+    def _may_have_more(self, rank: int) -> bool:
+        return self._active[rank] < self._slots[rank] if rank in self._slots else self._own_running < self.rules.in_flight
 
     def _least_active(self) -> tuple[int, int] | None:
         """(active, rank) of the run's own engine with the fewest active trajectories."""
@@ -284,4 +303,4 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return self._next_rank() is not None and not self._waiting and not self._may_start()
+        return self._next_rank() is not None and not self._waiting and not self._may_start(self._to_retry())

@@ -162,7 +162,9 @@ class Simulation:
     def _train(self) -> None:
         if self._training:
             return
-        fresh, stale = choose(self._state, self._cluster.groups_per_step, self._version, self._cluster.max_staleness)
+        retried = ["stale"] if self._rules.retry_stale else []
+        fresh, stale = choose(self._state, self._cluster.groups_per_step, self._version, self._cluster.max_staleness, by_index=self._rules.ordered,
+                              retried=retried)
         for g in stale:
             self._state.apply({"kind": "stale", "group": g.group_id})
         self.outcome.stale_groups += len(stale)

@@ -94,6 +94,18 @@ def publish_dir(tmp: Path, final: Path) -> None:
         fsync_dir(final.parent)
 
 
+def remove_unfinished(folder: Path, stem: str = "") -> list[str]:
+    """Remove what killed writers were publishing in `folder` (temporary names that begin with `stem`): half a checkpoint is as large as a whole one.
+    Only for the one living writer of these names, whose predecessors are fenced. Returns the names removed."""
+    found = sorted(folder.glob(f".{stem}*.tmp"))
+    for path in found:
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)  # its fenced writer may still be adding to it: the next start removes the rest
+        else:
+            path.unlink(missing_ok=True)
+    return [path.name for path in found]
+
+
 def remove_tree(path: Path) -> None:
     """Remove a published folder: first out of the readers' sight by one rename, then its contents."""
     doomed = temp_path(path)

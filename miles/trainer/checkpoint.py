@@ -6,8 +6,9 @@ small objects are in torch.save files. On load, `.metadata` is first read by an 
 file that names anything else is refused before torch reads it; the torch.save files are loaded with `weights_only=True`, which megatron's
 own loader does for tensors only (`_plain_objects_only`).
 
-The writers are threads of this process: megatron would start a manager process for a queue (which imports the program again), and a plain
-queue does the same work for a synchronous save.
+Saving has three parts: `begin_checkpoint` plans it together with the other ranks and copies what this rank writes to the host; a thread of this process
+writes and syncs the copies and takes their digests while training goes on; `Saving.finish` gathers what was written into the metadata. (Megatron's own
+asynchronous caller starts processes: forked ones inherit MPI and CUDA, spawned ones import the program again.)
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ import contextlib
 import io
 import pickle
 import queue
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import MCoreLoadPlanner
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
@@ -30,25 +36,84 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles.core import EnvironmentFault
 from miles.trainer.model import PolicyModel
 
+METADATA_FILES = (".metadata", "metadata.json")
 METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 
 
-def save_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
-    """Write into `folder`, which rank 0 has created empty; a collective call, complete when it returns. The caller publishes the folder
-    (sync, rename, marker last). May be called before the first step.
+class Saving:
+    """A checkpoint that this rank is writing. `done` is of this rank; `finish` is collective, once all ranks are done and none has an `error`."""
+
+    def __init__(self, folder: Path, request: AsyncRequest):
+        self.folder = folder
+        self.error = ""  # why this rank could not write
+        self.files: dict[str, tuple[int, str]] = {}  # what it wrote: (bytes, xxh3-128)
+        self.write_s = 0.0
+        self._finalize = request.finalize_fns
+        self._write = self._staged(request)
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+    def finish(self) -> None:
+        """Write the metadata. Raises EnvironmentFault: it cannot be written."""
+        with _explained(self.folder):
+            for finalize in self._finalize:
+                finalize()
+        if dist.get_rank() == 0:
+            self.files |= {name: describe_file(self.folder / name) for name in METADATA_FILES}
+
+    @staticmethod
+    def _staged(request: AsyncRequest) -> Callable[[], None] | None:
+        """The writing, with copies in place of the tensors that training changes. None: this rank has nothing to write."""
+        if request.async_fn is None:
+            return None
+        rank, original, results = request.async_fn_args
+        staged = request.preload_fn()  # off the GPU; a tensor that is on the host stays what it is
+        buckets = [(path, key, (objects, [(item, copy.clone() if tensor.is_cpu else copy) for (item, tensor), (_, copy) in zip(tensors, copies, strict=True)]))
+                   for (path, key, (_, tensors)), (_, _, (objects, copies)) in zip(original, staged, strict=True)]
+        return lambda: request.async_fn(rank, buckets, results, **request.async_fn_kwargs)
+
+    def _run(self) -> None:
+        start = time.monotonic()
+        try:
+            if self._write is not None:
+                self._write()
+                self._write = None  # the copies
+                self.files = {p.name: describe_file(p) for p in sorted(self.folder.glob(f"__{dist.get_rank()}_*.distcp"))}
+        except BaseException as e:  # said to all ranks by whoever asks
+            self.error = f"{e!r}"
+        self.write_s = time.monotonic() - start
+
+
+def begin_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> Saving:
+    """Start to write the state of now into `folder`, which rank 0 has created empty; a collective call. Training may go on when it returns: what is
+    written are copies. May be called before the first step. The caller finishes and publishes the folder (sync, rename, marker last).
 
     Raises EnvironmentFault: the folder cannot be written.
     """
     filesystem_async._results_queue = queue.Queue()
     metadata = _format()
-    try:
-        dist_checkpointing.save(_state(model, optimizer, metadata, loading=False), str(folder),
-                                content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"})
-    except (OSError, CheckpointException) as e:  # CheckpointException is a BaseException: it would pass every `except Exception`
-        reason = str(e).strip().splitlines()[-1:]
-        raise EnvironmentFault(f"checkpoint {folder} could not be written: {' '.join(reason)}", "a writable folder with enough space",
-                               "free space or choose another run root; the run goes on from the last complete checkpoint") from e
+    with _explained(folder):
+        request = dist_checkpointing.save(
+            _state(model, optimizer, metadata, loading=False), str(folder), async_sharded_save=True, async_strategy="mcore",
+            content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"})
+    return Saving(Path(folder), request)
+
+
+def describe_file(path: Path) -> tuple[int, str]:
+    """(bytes, xxh3-128) of a file as it is read back."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as f:
+        while block := f.read(1 << 23):
+            digest.update(block)
+        return f.tell(), digest.hexdigest()
 
 
 def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
@@ -83,6 +148,16 @@ def _format() -> dict:
         "chained_optim_avoid_prefix": True, "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+@contextlib.contextmanager
+def _explained(folder: str | Path):
+    try:
+        yield
+    except (OSError, RuntimeError, CheckpointException) as e:  # CheckpointException is a BaseException: it would pass every `except Exception`
+        reason = str(e).strip().splitlines()[-1:]
+        raise EnvironmentFault(f"checkpoint {folder} could not be written: {' '.join(reason)}", "a writable folder with enough space",
+                               "free space or choose another run root; the run goes on from the last complete checkpoint") from e
 
 
 @contextlib.contextmanager

@@ -1,17 +1,24 @@
-"""Checkpoints of a run: RUN/checkpoints/step_000040/, written beside its final name, COMMIT last, then renamed into place whole."""
+"""Checkpoints of a run: RUN/checkpoints/step_000040/, written beside its final name while training goes on, COMMIT last, then renamed into place whole.
+
+    begin  ->  (steps of training; `poll` after each)  ->  every rank has written  ->  metadata, COMMIT, rename  ->  older ones go
+
+COMMIT holds size and digest of every file. A checkpoint that does not match its COMMIT is passed over at a start, and the one before it is taken.
+"""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
 
+from miles.buffer import Frontier
 from miles.comm import World
-from miles.core import Role
+from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir, publish_dir, remove_tree
-from miles.trainer.checkpoint import load_checkpoint, save_checkpoint
+from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -20,51 +27,131 @@ class Commit(msgspec.Struct, frozen=True):
     step: int
     epoch: int
     time: float
+    files: dict[str, tuple[int, str]]  # name -> (bytes, xxh3-128), all but COMMIT
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint that became one."""
+
+    step: int
+    oldest: int  # step of the oldest checkpoint that is kept
+    copy_s: float  # seconds in which training stood still for it
+    write_s: float  # seconds in which this rank wrote beside training
+    bytes: int  # of all ranks
 
 
 class Checkpoints:
     """Collective methods are called by all ranks; the leader names folders and publishes them."""
 
-    def __init__(self, run: RunDir, world: World):
-        self._run, self._world, self._dir = run, world, run.checkpoints_dir
+    def __init__(self, run: RunDir, world: World, epoch: int):
+        self._run, self._world, self._epoch, self._dir = run, world, epoch, run.checkpoints_dir
+        self._saving: Saving | None = None
+        self._step, self._copy_s = 0, 0.0
 
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, oldest first."""
         return sorted(int(p.name[5:]) for p in self._dir.glob("step_[0-9]*") if (p / "COMMIT").is_file())
 
     def newest(self) -> int | None:
-        """Collective: the leader's answer, the same on every rank."""
-        step = max(self.steps(), default=-1) if self._world.leader else -1
-        step = msgspec.json.decode(self._world.broadcast_bytes(msgspec.json.encode(step) if self._world.leader else None))
-        return step if step >= 0 else None
+        """Collective: the step of the newest checkpoint that is whole, None when there is none yet; the same on every rank.
 
-    def load(self, step: int, model, optimizer) -> int:
-        """Collective: restore model, optimizer and random state. Returns the step."""
-        load_checkpoint(self._path(step), model, optimizer)
-        return step
-
-    def save(self, step: int, model, optimizer, epoch: int) -> int:
-        """Collective: write and publish the checkpoint of `step`, remove those beyond checkpoint.keep. Returns the oldest step kept.
-
-        A step that has a checkpoint already (a stop right after one) is not written again.
+        Raises EnvironmentFault when there are checkpoints and none is whole.
         """
-        if step not in self._agreed_steps():
-            tmp = self._dir / f".step_{step:06d}.e{epoch:06d}.tmp"
+        if self._world.leader:
+            self._run.check_epoch(Role.TRAINER, self._epoch)
+            for unfinished in self._dir.glob(".*"):  # of a trainer that was killed while it wrote or removed one
+                remove_tree(unfinished)
+        steps = self._agreed_steps()
+        for step in reversed(steps):
+            damaged = self._damaged(step)
+            if not damaged:
+                return step
             if self._world.leader:
-                remove_tree(tmp)
-                tmp.mkdir()
-            dist.barrier()
-            save_checkpoint(tmp, model, optimizer)
-            dist.barrier()
-            if self._world.leader:
-                self._run.check_epoch(Role.TRAINER, epoch)
-                (tmp / "COMMIT").write_bytes(msgspec.json.encode(Commit(step, epoch, time.time())))
-                publish_dir(tmp, self._path(step))
+                print(f"checkpoint {self._path(step)} is passed over: {', '.join(damaged[:3])} differ from its COMMIT", flush=True)
+        if steps:
+            raise EnvironmentFault(f"none of the checkpoints of {self._dir} matches its COMMIT", "one whole checkpoint",
+                                   "restore one of them from a copy; to begin anew, start a new run")
+        return None
+
+    def load(self, step: int, model, optimizer) -> Frontier:
+        """Collective: restore model, optimizer and random state. Returns what else was true at that step."""
+        load_checkpoint(self._path(step), model, optimizer)
+        return msgspec.json.decode((self._path(step) / "frontier.json").read_bytes(), type=Frontier)
+
+    def begin(self, step: int, model, optimizer, frontier: Frontier | None) -> None:
+        """Collective: start the checkpoint of `step`, unless it is there or being written already. None other may be in progress. `frontier`: the
+        leader's."""
+        if step in self._agreed_steps() or (self._saving is not None and self._step == step):
+            return
+        start, tmp = time.monotonic(), self._temporary(step)
+        if self._world.leader:
+            remove_tree(tmp)
+            tmp.mkdir()
+            (tmp / "frontier.json").write_bytes(msgspec.json.encode(frontier))
+        dist.barrier()
+        self._saving, self._step = begin_checkpoint(tmp, model, optimizer), step
+        self._copy_s = time.monotonic() - start
+
+    @property
+    def written(self) -> bool:
+        """This rank's part of a checkpoint in progress is written: `poll` may publish it."""
+        return self._saving is not None and self._saving.done
+
+    def poll(self, *, wait: bool = False) -> Committed | None:
+        """Collective: publish the checkpoint in progress once every rank has written its part, and remove those beyond checkpoint.keep. None: there is
+        none, or it is not written yet.
+
+        Raises EnvironmentFault on all ranks when one could not write.
+        """
+        saving = self._saving
+        if saving is None:
+            return None
+        if wait:
+            saving.wait()
+        ranks = [msgspec.json.decode(r) for r in self._world.gather_bytes(msgspec.json.encode((saving.done, saving.error)))]
+        if errors := [error for _, error in ranks if error]:
+            raise EnvironmentFault(f"checkpoint {saving.folder} could not be written: {errors[0]}", "a writable folder with enough space",
+                                   "free space or choose another run root; the run goes on from the last complete checkpoint")
+        if not all(done for done, _ in ranks):
+            return None
+        saving.finish()
+        self._saving = None
+        return self._commit(saving)
+
+    def _commit(self, saving: Saving) -> Committed:
+        files: dict[str, tuple[int, str]] = {}
+        for mine in self._world.gather_bytes(msgspec.json.encode(saving.files)):
+            files |= msgspec.json.decode(mine, type=dict[str, tuple[int, str]])
+        if self._world.leader:
+            self._run.check_epoch(Role.TRAINER, self._epoch)
+            files["frontier.json"] = describe_file(saving.folder / "frontier.json")
+            (saving.folder / "COMMIT").write_bytes(msgspec.json.encode(Commit(self._step, self._epoch, time.time(), files)))
+            publish_dir(saving.folder, self._path(self._step))
         kept = self._agreed_steps()
         if self._world.leader:
             for old in kept[: -self._run.config.checkpoint.keep]:
                 remove_tree(self._path(old))
-        return min(kept[-self._run.config.checkpoint.keep:])
+        oldest = min(kept[-self._run.config.checkpoint.keep:])
+        return Committed(self._step, oldest, self._copy_s, saving.write_s, sum(size for size, _ in files.values()))
+
+    def _damaged(self, step: int) -> list[str]:
+        """Collective: files of a checkpoint that differ from its COMMIT. Each rank reads some."""
+        folder = self._path(step)
+        try:
+            commit = msgspec.json.decode((folder / "COMMIT").read_bytes(), type=Commit)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            files, bad = {}, ["COMMIT"]
+        else:
+            files, bad = commit.files, []
+        for name in sorted(files)[self._world.rank::self._world.size]:
+            try:
+                found = describe_file(folder / name)
+            except OSError:
+                found = None
+            if found != files[name]:
+                bad.append(name)
+        return sorted({name for rank in self._world.gather_bytes(msgspec.json.encode(bad)) for name in msgspec.json.decode(rank)})
 
     def _agreed_steps(self) -> list[int]:
         data = self._world.broadcast_bytes(msgspec.json.encode(self.steps()) if self._world.leader else None)
@@ -72,3 +159,6 @@ class Checkpoints:
 
     def _path(self, step: int) -> Path:
         return self._dir / f"step_{step:06d}"
+
+    def _temporary(self, step: int) -> Path:
+        return self._dir / f".step_{step:06d}.e{self._epoch:06d}.tmp"

@@ -42,7 +42,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The leader's message of one step. `stop` is a reason instead of work."""
+    """The leader's message of one step. Instead of work: `stop` is a reason to end, `commit` asks to publish the checkpoint that is written."""
 
     step: int
     version: int
@@ -50,6 +50,7 @@ class Plan(msgspec.Struct, frozen=True):
     wait_s: float = 0.0
     dropped_stale: int = 0
     stop: str = ""
+    commit: bool = False
 
     @property
     def rollouts(self) -> dict[tuple[int, int], list[Item]]:
@@ -78,14 +79,15 @@ class Feed:
     """`next` is collective. Only the leader has a queue and a link."""
 
     def __init__(self, run: RunDir, world: World, train_step: TrainStep, queue: TrainerQueue | None, link: Link | None,
-                 stop_requested: Callable[[], str], while_waiting: Callable[[], int]):
-        """`while_waiting` is called now and then while there is no batch; it returns the weight version being trained."""
+                 stop_requested: Callable[[], str], checkpoint_written: Callable[[], bool], while_waiting: Callable[[], int]):
+        """`checkpoint_written`: the leader has written its part of a checkpoint that nobody published yet. `while_waiting` is called now and then while there is no batch; it returns the weight version being trained."""
         self._run, self._world, self._train_step = run, world, train_step
         self._queue, self._link = queue, link
-        self._stop_requested, self._while_waiting = stop_requested, while_waiting
+        self._stop_requested, self._checkpoint_written, self._while_waiting = stop_requested, checkpoint_written, while_waiting
 
     def next(self, step: int) -> Batch:
-        """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end.
+        """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end, with `commit` set when a
+        checkpoint can be published meanwhile.
 
         A group whose file does not verify on some rank is dropped and replaced before training starts.
         """
@@ -94,7 +96,7 @@ class Feed:
         while True:
             plan = self._plan(step, kept, waited, stale) if self._world.leader else None
             plan = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(plan) if plan else None), type=Plan)
-            if plan.stop:
+            if plan.stop or plan.commit:
                 return Batch(plan, BatchPlan(()), [], 0.0)
             start = time.monotonic()
             bins = self._train_step.plan([i.length for i in plan.items])
@@ -116,6 +118,8 @@ class Feed:
         while len(taken) < wanted:
             if reason := self._stop_requested():
                 return Plan(step, version, stop=reason)
+            if not taken and not kept and self._checkpoint_written():
+                return Plan(step, version, commit=True)
             self._link.tick()
             if self._link.woken() or time.monotonic() - looked > LOOK_S:
                 looked = time.monotonic()

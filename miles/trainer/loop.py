@@ -5,7 +5,7 @@
         metrics  = forward, backward, optimizer step
         version  = publish the new weights to the engines
         journal  the groups as trained
-        checkpoint now and then, and before stopping
+        checkpoint now and then, and before stopping      (a copy is taken; it is written beside the next steps)
 
 Every rank runs this code; the leader alone touches journals, weight versions and the log.
 """
@@ -20,21 +20,22 @@ import numpy as np
 import torch.distributed as dist
 
 import miles.platform
-from miles.buffer import TrainerQueue
+from miles.buffer import TrainerQueue, cut
 from miles.comm import Link, World
 from miles.core import Layout, Role
 from miles.engine.command import DTYPES
 from miles.engine.digest import combined_checksum, expected_checksums
 from miles.log import RunLog
-from miles.rundir import RunDir
+from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.weights.mapping import export_hf
+from miles.weights.patch import State
 from miles.weights.publish import Published, Publisher
-from miles.weights.store import State, WeightStore
+from miles.weights.store import WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
 
@@ -48,32 +49,37 @@ class Trainer:
         self.dir, self.world, self.epoch, self.config = run, world, epoch, c
         self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
         init_distributed(world.rank, self.layout, world.broadcast_bytes, seed=c.run.seed)
-        self.checkpoints = Checkpoints(run, world)
+        self.checkpoints = Checkpoints(run, world, epoch)
         newest = self.checkpoints.newest()
         self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
                                  routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
-        self.step = self.checkpoints.load(newest, self.model, self.optimizer) if newest else 0
+        frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
+        self.step = newest or 0
         self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature)
         self._stop = ""
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
         self.queue = self.link = self.publisher = self.log = None
         if world.leader:
+            remove_unfinished(run.weights_dir)
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
-            self.queue = TrainerQueue(run, epoch, restored_step=self.step)
+            self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
-            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum)
-        self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, self._serve_late)
+            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0)
+        self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late)
 
     def run(self) -> int:
         self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
         while self.step < self.config.run.steps:
             start = time.time()
             batch = self.feed.next(self.step + 1)
+            if batch.plan.commit:
+                self.commit_checkpoint(wait=True)
+                continue
             if batch.plan.stop:
                 if self.step:  # before the first step the model folder is the checkpoint
-                    self.save()
+                    self.checkpoint(due=True, wait=True)
                 return self.close(EXIT_REQUEUE)
             t0 = time.monotonic()
             metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
@@ -84,8 +90,8 @@ class Trainer:
             if self.queue is not None:
                 self.queue.trained(batch.groups, batch.plan.version, self.step)
                 self.link.wake()
-            if self.step % self.config.checkpoint.every_steps == 0 or self.step == self.config.run.steps:
-                self.save()
+            last = self.step == self.config.run.steps
+            self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last)
             times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.time() - start}
             self.log_step(batch, metrics, published, times)
         if self.world.leader:
@@ -95,15 +101,32 @@ class Trainer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
-        """Collective: gather the weights on the leader, which gives them to the engines."""
-        state: State = {name: tensor.clone() for name, tensor in export_hf(self.model.chunks, self.model.arch)}
-        return self.publisher.publish(self.step, state) if self.publisher is not None else None
+        """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines."""
+        tensors = export_hf(self.model.chunks, self.model.arch)
+        if self.publisher is not None:
+            return self.publisher.publish(self.step, tensors)
+        for _ in tensors:
+            pass  # the others send their shares
+        return None
 
-    def save(self) -> None:
-        """Collective: checkpoint the weights, optimizer and random state of `self.step`."""
-        oldest = self.checkpoints.save(self.step, self.model, self.optimizer, self.epoch)
-        if self.queue is not None:
-            self.queue.retire(up_to_step=oldest)
+    def checkpoint(self, *, due: bool, wait: bool) -> None:
+        """Collective: go on with the checkpoint in progress; when one is `due`, start that of `self.step`: weights, optimizer, random state, and where
+        this cuts through the buffer. With `wait` it is published when this returns."""
+        self.commit_checkpoint(wait=due)
+        if due:
+            frontier = None
+            if self.queue is not None:
+                frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT))
+            self.checkpoints.begin(self.step, self.model, self.optimizer, frontier)
+        if wait:
+            self.commit_checkpoint(wait=True)
+
+    def commit_checkpoint(self, *, wait: bool = False) -> None:
+        """Collective: publish the checkpoint in progress when all of it is written; with `wait`, when that is so."""
+        done = self.checkpoints.poll(wait=wait)
+        if done is not None and self.queue is not None:
+            self.queue.retire(up_to_step=done.oldest)
+            self.log.row("checkpoints", committed_at=self.step, **asdict(done))
 
     def _engine_checksum(self, state: State) -> str:
         """What an engine's memory must sum to; empty where SGLang's checksum cannot be foretold (miles.engine.digest), and then not compared."""

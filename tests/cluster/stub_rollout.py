@@ -4,12 +4,15 @@ import os
 import sys
 import time
 
-from mpi4py import MPI
-
 from miles.rundir import PoolDir, RunDir
 
 pool = int(os.environ["MILES_POOL"])
 run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
+if (run.path / "stub_slow").exists():  # tests: time to be killed before the ranks have met
+    time.sleep(3)
+
+from mpi4py import MPI  # noqa: E402
+
 world = MPI.COMM_WORLD
 if world.size != run.config.cluster.rollout.ranks:
     sys.exit(3)

@@ -26,6 +26,18 @@ def test_killed_rank_restarts_its_step_alone(make_run, supervise):
     assert run.records(1, "rollout", 1)[1]["code"] == 128 + signal.SIGKILL
 
 
+def test_a_rank_killed_before_the_ranks_of_its_step_have_met_restarts_the_step(make_run, supervise):
+    """mpiexec does not notice, and the other rank would wait for it in MPI_Init for ever."""
+    run = make_run(60)
+    (run.path / "stub_slow").touch()
+    process = supervise(run)
+    run.wait_for(lambda: len(run.records(1, "rollout", 1)) == 2)
+    os.kill(run.records(1, "rollout", 1)[0]["pid"], signal.SIGKILL)
+    (run.path / "stub_slow").unlink()
+    assert process.wait(timeout=90) == 0
+    assert run.run.current_epoch("rollout") == 2 and run.run.current_epoch("trainer") == 1 and run.living() == []
+
+
 def test_killed_trainer_goes_on_where_it_was(make_run, supervise):
     run = make_run(40)
     process = supervise(run)

@@ -12,6 +12,7 @@ from miles.rundir import RunDir
 def world():
     w = World(3)
     assert w.broadcast_bytes(b"abc" * 1000 if w.leader else None) == b"abc" * 1000
+    assert w.gather_bytes(bytes([w.rank]) * 70_000 * w.rank) == [b"", b"\1" * 70_000, b"\2" * 140_000]
     w.post((w.rank + 1) % 3, {"from": w.rank, "i": 0})
     w.post((w.rank + 1) % 3, {"from": w.rank, "i": 1})
     got = []

@@ -169,6 +169,12 @@ def test_two_ranks_on_one_gpu_are_refused():
         load_config(GLM, ("cluster.trainer.ranks_per_node=8",))
 
 
+def test_training_in_order_without_sampling_again_what_grew_too_old_is_refused():
+    with pytest.raises(ConfigError, match="buffer.order = 'index' with buffer.on_stale = 'drop'"):
+        load_config("configs/tiny_async.toml", ("buffer.order=index",))
+    assert load_config("configs/tiny_async.toml", ("buffer.order=index", "buffer.on_stale=retry")).buffer.order == "index"
+
+
 def test_the_plan_prints_and_is_json():
     plan = memory_plan(*glm())
     assert "optimizer state if resident: 279 GB a rank" in plan.table()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import miles.engine.process
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import EngineClient, EngineProcess, KeyRequired, Sampling
 from miles.engine.digest import combined_checksum, expected_checksums, require_equal
@@ -255,6 +256,37 @@ def test_the_stub_engine_speaks_like_the_real_one(engine):
     assert fake["meta_info"]["finish_reason"].keys() <= real["meta_info"]["finish_reason"].keys() | {"matched", "length"}
     theirs = parse_reply(body, np.array(body["input_ids"], np.int32), real, engine.client.shape, 0.0)
     assert mine.routes.dtype == theirs.routes.dtype and mine.routes.shape[1:] == theirs.routes.shape[1:] and mine.routes_start == theirs.routes_start == 3
+
+
+def test_the_stub_engine_is_steered_like_the_real_one(engine, weights, make_config, token_file, tmp_path, runner, monkeypatch):
+    """As a process, by the same calls: each field it answers with is one of the real reply, and its memory sums to the same."""
+    monkeypatch.setattr(miles.engine.process, "SERVER", "tests.engine.stub")
+    process = EngineProcess(make_config(**{"engine.port_base": 35400}), rank=0, log_path=tmp_path / "stub.log", token_file=token_file, platform="cpu")
+    runner.run(process.start(weight_version=7))
+    stub = EngineClient(process.url, TOKEN, engine.folder, max_context=2048)
+    new = changed(weights, 5)
+
+    async def steer(client, folder):
+        replies = [await client._post("/pause_generation", {"mode": "in_place"})]
+        replies.append(await client._post("/update_weights_from_disk", {
+            "model_path": str(folder), "load_format": "safetensors", "weight_version": "8", "flush_cache": False, "abort_all_requests": False}))
+        checked = await client._post("/weights_checker", {"action": "checksum"})
+        replies += [checked, checked["ranks"][0], await client._post("/continue_generation", {})]
+        replies += [await client._post("/update_weight_version", {"new_version": "9", "abort_all_requests": False}), await client.info()]
+        await client.flush()
+        return replies
+
+    save_file(new, tmp_path / "model.safetensors", {"format": "pt"})
+    try:
+        theirs, ours = engine.run(steer(engine.client, tmp_path)), engine.run(steer(stub, tmp_path))
+    finally:
+        engine.run(stub.close())
+        runner.run(process.stop())
+        engine.run(_restore(engine, weights))
+    for real, fake in zip(theirs, ours, strict=True):
+        assert fake.keys() <= real.keys()
+    assert ours[3]["checksums"] == theirs[3]["checksums"] == expected_checksums(new) and ours[3]["per_gpu_checksum"] == theirs[3]["per_gpu_checksum"]
+    assert ours[-1]["weight_version"] == theirs[-1]["weight_version"] == "9"
 
 
 def test_the_token_is_required_and_shows_neither_in_the_process_list_nor_in_the_log(engine):

@@ -79,6 +79,15 @@ def test_an_engine_is_announced_when_something_changed(side):
     assert [(r["kind"], r["rank"], r.get("version")) for r in side.said()] == [("up", 2000, 4), ("up", 2000, 5), ("down", 2000, None), ("up", 2000, 5)]
 
 
+def test_what_a_rank_holds_from_before_is_told_and_answered(side):
+    side.leader.receive(0, {"kind": "held", "samples": []})
+    side.leader.receive(1, {"kind": "held", "samples": [(7, 1, 2)]})
+    release = {"kind": "release", "samples": [[7, 1]]}
+    side.orders.append({"kind": "order", "rank": 2001, "message": release})
+    side.tick()
+    assert side.said() == [{"kind": "held", "rank": 2001, "samples": [[7, 1, 2]]}] and side.posted == [(1, release)]
+
+
 def test_ranks_are_told_of_the_engines_of_their_own_pool(side):
     side.assign("3.0", 7, 1, 2001)
     for rank in (0, 1):

@@ -41,10 +41,15 @@ class Rollout:
     def __init__(self, run, clock):
         self.run, self.clock, self.epoch = run, clock, run.new_epoch("rollout")
         self.given: list[tuple[int, int]] = []
-        world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None,
-                                post=lambda rank, message: self.given.append((message["group"], message["sample"])))
+        self.held_by: dict[tuple[int, int], int | None] = {}
+        world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=self.post)
         self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
         self.leader = Leader(run, self.epoch, world, self.log, ["a", "b"], lambda: NEWEST)
+
+    def post(self, rank, message):
+        sample = (message["group"], message["sample"])
+        self.given.append(sample)
+        self.held_by[sample] = message["held_by"]
 
     def up(self):
         self.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
@@ -154,6 +159,7 @@ def test_samples_of_a_silent_pool_are_started_again_at_once_and_that_is_no_retry
     rollout.end(0, 0)
     rollout.tick()
     assert rollout.leader._scheduler.engines().keys() == {0} and pool.dir.current_epoch(Role.ROLLOUT) == pool.epoch + 1
+    assert rollout.held_by[1, 1] == 1000, "it goes on from the turns in the session file of the pool's rank"
     assert rollout.given == [(0, 0), (0, 1), (1, 1)]  # of the two, the one that was given last waits at the front
     rollout.end(1, 1)
     rollout.end(0, 1)
@@ -228,6 +234,21 @@ def test_a_pool_whose_supervisor_raised_its_epoch_is_over_at_once_and_its_succes
     rollout.tick()
     rollout.tick()
     assert sorted(again.given()) == [(1, 0), (1, 1)]
+
+
+def test_ranks_that_were_started_again_go_on_with_what_they_held_and_let_go_of_what_others_have(joined):
+    rollout, pool = joined
+    again = Pool(pool.dir)
+    again.up()
+    again.out.append({"kind": "held", "rank": 1000, "samples": [[1, 0, 2], [1, 1, 1], [0, 0, 3]]})
+    rollout.tick()
+    again.beat()
+    rollout.tick()
+    rollout.tick()
+    orders = again.inbox.poll()
+    assert [(o["rank"], o["message"]) for o in orders if o["kind"] == "order"] == [(1000, {"kind": "release", "samples": [[0, 0]]})]
+    given = [(o["message"]["group"], o["message"]["sample"], o["message"]["held_by"]) for o in orders if o["kind"] == "assign"]
+    assert sorted(given) == [(1, 0, 1000), (1, 1, 1000)]
 
 
 def test_a_new_leader_goes_on_with_what_the_pool_runs_and_what_it_finished_meanwhile(joined, run, clock):

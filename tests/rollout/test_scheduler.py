@@ -57,6 +57,41 @@ def test_one_finished_trajectory_is_replaced_at_once_on_the_engine_that_became_f
     assert [(a.group_id, a.sample, a.rank) for a in new] == [(2, 0, 1)]
 
 
+def restarted(**kw):
+    """A schedule after a restart: sample 0 of group 0 is on disk, sample 1 is not."""
+    state = BufferState()
+    state.apply({"kind": "start", "group": 0, "task": "a"})
+    return Sim(rules(in_flight=2), state=state, parts={0: [0]}, **kw)
+
+
+def test_a_sample_that_was_begun_goes_to_the_rank_that_has_its_turns_and_another_one_to_the_emptiest():
+    sim = restarted(engines=2)
+    assert sim.s.held(1, 0, 1, turns=3)
+    sim.step()
+    assert sim.assigned == [Assign(0, 1, "a", 1, held_by=1), Assign(1, 0, sim.assigned[1].task_id, 0)]
+
+
+def test_while_that_rank_has_no_engine_the_sample_goes_elsewhere_and_is_told_where_its_turns_are():
+    sim = restarted(engines=1)
+    sim.s.held(7, 0, 1, turns=3)
+    sim.step()
+    assert sim.assigned[0] == Assign(0, 1, "a", 0, held_by=7)
+
+
+def test_of_two_ranks_that_have_turns_of_a_sample_the_one_with_more_is_asked():
+    sim = restarted(engines=3)
+    for rank, turns in ((1, 2), (2, 4), (0, 3)):
+        sim.s.held(rank, 0, 1, turns)
+    sim.step()
+    assert sim.assigned[0] == Assign(0, 1, "a", 2, held_by=2)
+
+
+def test_turns_of_a_sample_that_nobody_waits_for_are_of_no_use():
+    sim = restarted(engines=2)
+    assert not sim.s.held(0, 0, 0, turns=2)  # its part is there
+    assert not sim.s.held(0, 5, 0, turns=2)  # its group is closed, or was never begun
+
+
 def test_refill_by_group_waits_for_room_for_a_whole_group():
     sim = Sim(rules(refill="group"))
     sim.step()
@@ -136,6 +171,19 @@ def test_synchronous_mode_makes_one_batch_per_version():
     assert sim.step() == []  # published, but no engine serves it yet
     sim.s.engine_up(0, 1), sim.s.engine_up(1, 1)
     assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [1]
+
+
+def test_synchronous_mode_replaces_a_group_that_is_found_damaged_after_it_was_taken():
+    """The trainer holds one of the batch and waits for another: nothing is trained, so no new version would come."""
+    sim = Sim(rules(groups_per_version=2))
+    sim.step()
+    for group in (0, 1):
+        sim.s.finished(group, 0), sim.s.finished(group, 1)
+    sim.step()
+    sim.state.apply({"kind": "taken", "groups": [0, 1], "step": 1, "version": 0})
+    assert sim.step() == []
+    sim.state.apply({"kind": "drop", "group": 1, "reason": "digest"})
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [2]
 
 
 def test_after_a_restart_open_groups_come_first_and_finished_samples_are_kept():
@@ -253,9 +301,9 @@ def test_a_sample_that_was_given_up_with_its_pool_is_next_and_not_a_retry():
     assert [(a.group_id, a.sample) for a in lost] == [(0, 1), (1, 1)]
     sim.s.engine_down(1000)
     for a in lost:
-        sim.s.released(a.group_id, a.sample)
+        sim.s.released(a.group_id, a.sample, 1000)
     sim.s.finished(0, 0)
-    assert [(a.group_id, a.sample, a.rank) for a in sim.step()] == [(1, 1, 0)]
+    assert sim.step() == [Assign(1, 1, lost[1].task_id, 0, held_by=1000)]  # its first turns are in the session file of rank 1000
     sim.s.finished(1, 1)
     sim.s.finished(1, 0)
     assert [a for a in sim.step() if isinstance(a, (Seal, Drop))] == [Seal(1, (0, 1))]
@@ -272,3 +320,15 @@ def test_an_adopted_sample_is_not_started_again():
     sim.s.finished(0, 1)
     sim.s.finished(0, 0)
     assert Seal(0, (0, 1)) in sim.step()
+
+
+def test_a_sample_goes_to_a_pool_s_rank_that_has_its_first_turns_only_while_that_has_a_slot():
+    state = BufferState()
+    state.apply({"kind": "start", "group": 0, "task": "a"})
+    sim = Sim(rules(in_flight=1, group_size=4, total_groups=1), state=state, engines=1)
+    sim.s.engine_up(1000, 0, slots=2)
+    for sample in (1, 2, 3):
+        assert sim.s.held(1000, 0, sample, turns=2)
+    assert [(a.sample, a.rank, a.held_by) for a in sim.step()] == [(0, 0, None), (1, 1000, 1000), (2, 1000, 1000)]
+    sim.s.finished(0, 0)
+    assert [(a.sample, a.rank, a.held_by) for a in sim.step()] == [(3, 0, 1000)]

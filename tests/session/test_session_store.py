@@ -70,7 +70,7 @@ def test_a_torn_or_damaged_file_gives_its_whole_beginning_and_nothing_else(cut, 
 
 
 def test_turns_that_arrive_during_a_write_become_durable_together(tmp_path, monkeypatch):
-    syncs, real = [], os.fsync
+    syncs, real = [], os.fdatasync
 
     def slow_fsync(fd):
         syncs.append(fd)
@@ -78,7 +78,7 @@ def test_turns_that_arrive_during_a_write_become_durable_together(tmp_path, monk
 
     async def scenario():
         s = SessionStore(tmp_path / "s", 0, 1)
-        monkeypatch.setattr(store.os, "fsync", slow_fsync)
+        monkeypatch.setattr(store.os, "fdatasync", slow_fsync)
         await asyncio.gather(*(s.append(opened(i)) for i in range(100)))
 
     asyncio.run(scenario())

@@ -7,7 +7,7 @@ import pytest
 import worlds
 
 from miles.core import EnvironmentFault
-from miles.trainer.checkpoint import load_checkpoint, save_checkpoint
+from miles.trainer.checkpoint import begin_checkpoint, describe_file, load_checkpoint
 
 
 @pytest.mark.parametrize(("precision", "steps_before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
@@ -28,10 +28,25 @@ def test_a_disk_that_takes_no_more_is_an_environment_fault(world, models, tmp_pa
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))
     try:
-        with pytest.raises(EnvironmentFault, match="could not be written"):
-            save_checkpoint(tmp_path, step.model, step.optimizer)
+        saving = begin_checkpoint(tmp_path, step.model, step.optimizer)
+        saving.wait()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    with pytest.raises(EnvironmentFault, match="could not be written"):
+        saving.finish()
+
+
+def test_every_file_is_described_as_it_lies_on_disk(world, models, tmp_path):
+    step = worlds.build(models["llama"], {})
+    saving = begin_checkpoint(tmp_path, step.model, step.optimizer)
+    saving.wait()
+    saving.finish()
+    assert saving.error == "" and saving.files == {p.name: describe_file(p) for p in tmp_path.iterdir()} and len(saving.files) >= 3
+
+
+def test_a_file_is_described_by_its_size_and_xxh3(tmp_path):
+    (tmp_path / "f").write_bytes(b"")
+    assert describe_file(tmp_path / "f") == (0, "99aa06d3014798d86001c324468d497f")  # the published value of XXH3-128 for nothing
 
 
 class Malicious:

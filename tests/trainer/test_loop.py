@@ -31,11 +31,15 @@ def model(tmp_path_factory):
     return make("qwen3_moe", tmp_path_factory.mktemp("model"))
 
 
+def config(root, model, *more):
+    return load_config("configs/tiny_async.toml", (
+        f"run.root={root}", f"model.path={model}", "run.steps=4", "trainer.groups_per_step=2", "checkpoint.every_steps=2", "buffer.max_staleness=8",
+        "rollout.group_size=2", "model.max_context=512", "rollout.max_session_tokens=64", *more))
+
+
 @pytest.fixture
 def run(tmp_path, model):
-    r = RunDir.create(load_config("configs/tiny_async.toml", (
-        f"run.root={tmp_path}", f"model.path={model}", "run.steps=4", "trainer.groups_per_step=2", "checkpoint.every_steps=2", "buffer.max_staleness=8",
-        "rollout.group_size=2", "model.max_context=512", "rollout.max_session_tokens=64")))
+    r = RunDir.create(config(tmp_path, model))
     r.new_attempt()
     return r
 
@@ -94,6 +98,10 @@ def trained(run):
     return {g.group_id: g.step for g in view.state.with_status(Status.TRAINED)}
 
 
+def committed(run):
+    return sorted(int(p.parent.name[5:]) for p in run.checkpoints_dir.glob("step_*/COMMIT"))
+
+
 def ranks_of(process):
     """Trainer ranks below an mpiexec."""
     out = subprocess.run(["ps", "-ww", "-eo", "pid,args"], capture_output=True, text=True).stdout
@@ -106,7 +114,7 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     try:
         wait(lambda: store.newest() == 1, first, run)
         producer.put(1, 6)
-        wait(lambda: len(trained(run)) == 6, first, run)  # steps 1, 2, 3: the checkpoint is that of step 2
+        wait(lambda: len(trained(run)) == 6 and committed(run) == [2], first, run)  # steps 1, 2, 3: the checkpoint of step 2 was written beside step 3
         assert first.poll() is None and max(store.versions()) == 4
         os.kill(ranks_of(first)[-1], signal.SIGKILL)
         first.wait(30)
@@ -140,6 +148,37 @@ def test_usr2_ends_in_a_checkpoint_and_exit_75(run):
     finally:
         p.kill()
     assert json.loads((run.checkpoints_dir / "step_000001" / "COMMIT").read_text())["step"] == 1
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_path, model):
+    run = RunDir.create(config(tmp_path, model, "run.steps=3", "checkpoint.every_steps=1"))
+    run.new_attempt()
+    producer, store = Producer(run), WeightStore(run)
+    p = start(run)
+    try:
+        wait(lambda: store.newest() == 1, p, run)
+        producer.put(1, 4)
+        wait(lambda: committed(run) == [1, 2], p, run)  # of the second while it waits for groups
+        frontier = json.loads((run.checkpoints_dir / "step_000002" / "frontier.json").read_text())
+        os.kill(ranks_of(p)[0], signal.SIGKILL)
+        p.wait(30)
+        victim = next((run.checkpoints_dir / "step_000002").glob("__1_*.distcp"))
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+        (run.checkpoints_dir / ".step_000003.e000001.tmp").mkdir()  # half of one
+        p = start(run)
+        producer.put(3, 2)
+        p.wait(90)
+    finally:
+        p.kill()
+    log = (run.path / "trainer.log").read_text()
+    assert p.returncode == 0 and f"step_000002 is passed over: {victim.name} differ from its COMMIT" in log, log[-3000:]
+    assert trained(run) == {0: 1, 1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
+    steps = [store.manifest(v).step for v in store.versions()]
+    assert steps[-3:] == [1, 2, 3] and store.versions()[-1] == 6  # versions 1, 2, 3 of the first life, then 4 on
+    assert (frontier["trained"], frontier["cursor"], frontier["version"], frontier["taken"], frontier["ready"]) == (4, 4, 3, [], [])
+    assert committed(run) == [2, 3] and not list(run.checkpoints_dir.glob(".*"))
 
 
 def test_streamed_optimizer_state_is_refused_rather_than_kept_in_memory():

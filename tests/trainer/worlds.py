@@ -13,7 +13,7 @@ import torch.distributed as dist
 from miles.config.schema import AlgorithmConfig, LayoutConfig, TrainerConfig
 from miles.core import Layout
 from miles.trainer.batching import Sequence
-from miles.trainer.checkpoint import load_checkpoint, save_checkpoint
+from miles.trainer.checkpoint import begin_checkpoint, load_checkpoint
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import TrainStep
 from miles.weights.mapping import export_hf
@@ -128,7 +128,7 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:
 
 
 def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32") -> dict:
-    """Some steps, save, two more; then a fresh model from the checkpoint does the last two again."""
+    """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
     step = build(folder, layout, replay=bool(routes), precision=precision)
     for i in range(before):
@@ -137,10 +137,13 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
         Path(checkpoint).mkdir(parents=True)
     dist.barrier()
     start = time.perf_counter()
-    save_checkpoint(checkpoint, step.model, step.optimizer)
+    saving = begin_checkpoint(checkpoint, step.model, step.optimizer)
     seconds = time.perf_counter() - start
     drawn = torch.rand(2).tolist()
     went_on = [vars(step.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
+    saving.wait()
+    dist.barrier()
+    saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
     again = build(folder, layout, replay=bool(routes), precision=precision)
     load_checkpoint(checkpoint, again.model, again.optimizer)
