@@ -121,7 +121,7 @@ class Leader:
         c, ages = self._view.state.counts(), self._view.state.waiting_ages(self._version)
         self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
                       taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked),
-                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=max(ages, default=float("nan")))
+                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=float(max(ages)) if ages else float("nan"))
 
     def close(self) -> None:
         self._pools.close()
