@@ -28,12 +28,13 @@ def pool_facts(config: MilesConfig, nodes: int, in_flight: int | None, time_limi
     if finished:
         raise ConfigError("the run is finished", "a run that still trains, or will", "start a new one: miles-submit submit CONFIG")
     if config.weights.transport == "broadcast":
-        raise ConfigError("weights.transport = 'broadcast' of this run: its versions go to the engines of its own job alone", "'disk', whose versions are files "
-                          "that an engine of another job can read", "start a run with weights.transport = 'disk' to attach pools to it")
+        raise ConfigError("weights.transport = 'broadcast' of this run: its versions go to the engines of its own job alone",
+                          "'disk', whose versions are files that an engine of another job can read", "attach pools to a run with weights.transport = 'disk'")
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}", "at least 1", "say how many nodes the pool has")
     if max(ranks, own.ranks) > POOL_RANKS:
-        raise ConfigError(f"{max(ranks, own.ranks)} rollout ranks in one job", f"at most {POOL_RANKS}, for their numbers to be told apart", "attach several smaller pools")
+        raise ConfigError(f"{max(ranks, own.ranks)} rollout ranks in one job", f"at most {POOL_RANKS}, for their numbers to be told apart",
+                          "attach several smaller pools")
     most = usual_in_flight(config, nodes) if in_flight is None else in_flight
     if most < ranks:
         raise ConfigError(f"--in-flight {most} for {ranks} engines", f"at least {ranks}: a trajectory for each", "raise --in-flight or lower --nodes")
@@ -57,8 +58,8 @@ def _row(run: RunDir, number: int) -> dict:
     epoch = run.pool_epoch(number)
     current = run.pool_epoch_dir(number, epoch)
     state = read_state(current)[0] if (current / OUT).is_file() else PoolState()  # an epoch that was raised and not begun ends the one before
-    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if facts.get("outcome", "requeue") != "requeue" else _alive(facts), "text": facts.get("text", ""),
-            "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": epoch,
+    over = facts.get("outcome", "requeue") != "requeue"
+    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if over else _alive(facts), "text": facts.get("text", ""), "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": epoch,
             "engines": len(state.engines), "running": len(state.running)}
 
 

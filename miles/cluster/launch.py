@@ -29,7 +29,8 @@ def slurm_argv(run: RunDir, site: SiteConfig, role: Role, module: str) -> list[s
     """srun of one het component, or of a pool's job. Sizes are spelled out: the batch script's SLURM_* describe component 0 only, and since 22.05 srun
     does not inherit --cpus-per-task."""
     c = component(run.config, role)
-    argv = ["srun", *([] if run.pool else [f"--het-group={HET_GROUP[role]}"]), f"--mpi={site.mpi}", "--kill-on-bad-exit=1", "--export=ALL", f"--job-name={role.value}",
+    component_of_job = [] if run.pool else [f"--het-group={HET_GROUP[role]}"]
+    argv = ["srun", *component_of_job, f"--mpi={site.mpi}", "--kill-on-bad-exit=1", "--export=ALL", f"--job-name={role.value}",
             f"--nodes={c.nodes}", f"--ntasks={c.ranks}", f"--ntasks-per-node={c.ranks_per_node}", f"--cpus-per-task={c.cpus_per_rank}"]
     if c.gpus_per_node:
         argv.append(f"--gpus-per-node={c.gpus_per_node}")
