@@ -59,8 +59,9 @@ def _row(run: RunDir, number: int) -> dict:
     current = run.pool_epoch_dir(number, epoch)
     state = read_state(current)[0] if (current / OUT).is_file() else PoolState()  # an epoch that was raised and not begun ends the one before
     over = facts.get("outcome", "requeue") != "requeue"
-    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if over else _alive(facts), "text": facts.get("text", ""), "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": epoch,
-            "engines": len(state.engines), "running": len(state.running)}
+    return {"pool": number, "job_id": facts.get("job_id"), "state": facts["outcome"] if over else _alive(facts), "text": facts.get("text", ""),
+            "nodes": facts["nodes"], "node_list": facts.get("node_list"), "in_flight": facts["in_flight"], "epoch": epoch, "engines": len(state.engines),
+            "running": len(state.running)}
 
 
 def _alive(facts: dict) -> str:

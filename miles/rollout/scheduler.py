@@ -278,7 +278,8 @@ class Scheduler:
         return len(self._running) - sum(self._active[rank] for rank in self._slots)
 
     def _free_slots(self) -> int:
-        return self.rules.in_flight - self._own_running + sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if rank in self._engines)
+        pools = sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if rank in self._engines)
+        return self.rules.in_flight - self._own_running + pools
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
