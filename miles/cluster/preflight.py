@@ -19,6 +19,7 @@ from miles.cluster import launch, slurm
 from miles.config import MilesConfig, SiteConfig
 from miles.config.memory import Plan, draft_plan
 from miles.core import ConfigError, EnvironmentFault, MilesError
+from miles.core.functions import load_function
 from miles.rundir import publish_bytes
 
 OLDEST_SLURM = (22, 5)
@@ -39,16 +40,17 @@ class Finding:
 Check = Callable[[MilesConfig, SiteConfig], str]
 
 
-def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None) -> list[Finding]:
-    """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here."""
+def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None, *, pool: bool = False) -> list[Finding]:
+    """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here. `pool`: `config` is that of
+    a pool, which has no trainer."""
     checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
-        ("memory", memory, False), ("tasks", tasks, False),
+        ("memory", memory, False), ("functions", functions, True), ("tasks", tasks, False),
         ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
     if config.tasks.kind == "harness":
         checks.append(("harness", harness, True))
     if launcher != "local":
-        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
+        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_pool_nodes if pool else slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
     if launcher != "slurm":
         checks += [("mpi world", local_world, True)]
     findings: list[Finding] = []
@@ -107,6 +109,16 @@ def memory(config: MilesConfig, site: SiteConfig) -> str:
         return "no GPUs asked for"
     worst = max(s.total_gb for s in plan.stages)
     return f"trainer rank at most {worst:.1f} GB, engine GPU {plan.engine.total_gb:.1f} GB, of {site.gpu_memory_gb:g} GB"
+
+
+def functions(config: MilesConfig, site: SiteConfig) -> str:
+    """A misspelt one would be noticed by the first group that is sealed, or the first step."""
+    named = {"rollout.replay": config.rollout.replay, "buffer.filter": config.buffer.filter, "algorithm.name": config.algorithm.name,
+             "algorithm.advantage": config.algorithm.advantage}
+    users = {option: name for option, name in named.items() if "." in name}
+    for option, name in users.items():
+        load_function(option, name, ["its named values (docs/config.md)"], "a function")
+    return ", ".join(f"{option} = {name}" for option, name in users.items()) or "none of your own"
 
 
 def tasks(config: MilesConfig, site: SiteConfig) -> str:
@@ -200,13 +212,20 @@ def slurm_version(config: MilesConfig, site: SiteConfig) -> str:
 
 def slurm_nodes(config: MilesConfig, site: SiteConfig) -> str:
     """The partition exists and has enough nodes with enough GPUs (whether they are free is the queue's business)."""
+    c = config.cluster
+    wanted = c.trainer.nodes if c.placement == "shared" else c.trainer.nodes + c.rollout.nodes
+    return _fitting_nodes(site, wanted, max(c.trainer.gpus_per_node, c.rollout.gpus_per_node))
+
+
+def slurm_pool_nodes(config: MilesConfig, site: SiteConfig) -> str:
+    return _fitting_nodes(site, config.cluster.rollout.nodes, config.cluster.rollout.gpus_per_node)
+
+
+def _fitting_nodes(site: SiteConfig, wanted: int, need: int) -> str:
     partition = [f"--partition={site.partition}"] if site.partition else []
     nodes = parse_nodes(slurm.command(["sinfo", "--noheader", "--Node", "--format=%N|%G|%P", *partition]).stdout, default=not partition)
     if not nodes:
         raise EnvironmentFault(f"partition {site.partition or '(default)'} has no nodes", "a partition with nodes", "correct site.partition (sinfo -s)")
-    c = config.cluster
-    need = max(c.trainer.gpus_per_node, c.rollout.gpus_per_node)
-    wanted = c.trainer.nodes if c.placement == "shared" else c.trainer.nodes + c.rollout.nodes
     fit = sum(gpus >= need for gpus in nodes.values())
     if fit < wanted:
         raise EnvironmentFault(f"{fit} nodes with {need} GPUs in partition {site.partition or '(default)'}", f">= {wanted}",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from miles.rundir import POOL_RANKS
+
 WIDTH = 100
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -96,7 +98,7 @@ def _truth(s: dict[str, Any]) -> list[str]:
     mean = {k: v.get("mean") for k, v in t.items()}
     out.append(
         f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
-        f"importance weights cut {number(mean['tis_cut_fraction'], '.2%')}"
+        f"importance weights cut {number(mean['importance_cut_fraction'], '.2%')}"
     )
     return out
 
@@ -137,7 +139,7 @@ def _schedule(s: dict[str, Any]) -> list[str]:
         )
     out.append(
         f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap "
-        f"{q['in_flight_cap']}"
+        f"{q['in_flight_cap']}" + (" and what pools bring" if any(e["rank"] >= POOL_RANKS for e in s["engines"]["list"]) else "")
     )
     out.append(
         "groups: "

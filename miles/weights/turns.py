@@ -36,7 +36,7 @@ class EngineTurns:
 
     def __init__(self, run: RunDir, rank: int, epoch: int):
         self._run, self._rank, self._epoch, self._store = run, rank, epoch, WeightStore(run)
-        self.shared = run.config.cluster.placement == "shared"
+        self.shared = run.config.cluster.placement == "shared" and not run.pool  # a pool has GPUs of its own
         before = read_ack(run, rank)
         self.released = before.released if before is not None else -1  # of whatever epoch: it was said for good
         self._over: int | None = None  # the leader: the batch of this version is complete; None: it has not spoken yet

@@ -7,7 +7,7 @@ import h5py
 import numpy as np
 import pytest
 
-from miles.buffer import Status, write_part
+from miles.buffer import Status, TrainerQueue, write_part
 from miles.config import load_config
 from miles.core import NO_VERSION, Trajectory
 from miles.log import RunLog
@@ -77,6 +77,24 @@ def test_the_log_has_the_staleness_of_what_waits(run):
         rows = f["tables/queue"][...]
     assert np.isnan(rows["waiting_age_max"][0])  # nothing waited yet
     assert (rows["ready_groups"][-1], rows["waiting_age_mean"][-1], rows["waiting_age_max"][-1]) == (4, NEWEST - 2, NEWEST - 2)
+
+
+def test_a_leader_that_finds_groups_waiting_logs_on_when_none_waits_any_more(run):
+    """The first row of a table fixes its columns: an age that is a whole number must not make a column of integers."""
+    first = Rollout(run)
+    first.play(20)
+    first.stop()
+    second = Rollout(run)
+    asyncio.run(second.leader.tick())  # logs a row
+    queue = TrainerQueue(run, run.new_epoch("trainer"), 0)
+    for group in queue.state.with_status(Status.READY):
+        queue.drop(group.group_id, "digest")
+    second.leader._view.poll()
+    second.leader._log_queue()
+    second.stop()
+    with h5py.File(run.log_path(1, "rollout", 0, 2), "r") as f:
+        ages = f["tables/queue"][...]["waiting_age_max"]
+    assert ages[0] == NEWEST - 2 and np.isnan(ages[-1])
 
 
 def test_a_new_leader_plays_only_the_samples_that_are_not_on_disk(run):
