@@ -68,7 +68,8 @@ def test_memory_is_released_and_weights_are_undefined_until_all_are_given_again(
     assert freed > 190
     assert len(running.output_ids) == 1500 and set(running.versions.tolist()) == {1, 2} and np.isfinite(running.logprobs).all()
     assert late.cached_tokens == 0, "nothing of the old cache is left"
-    assert late.output_ids.tolist() == first.output_ids.tolist() and np.abs(late.logprobs - first.logprobs).max() < 1e-5
+    assert late.output_ids.tolist() == first.output_ids.tolist()
+    assert np.abs(late.logprobs - first.logprobs).max() < 1e-6 / GREEDY.temperature  # logits are divided by it, and their last bits depend on the batch
 
 
 def test_with_the_kv_cache_alone_the_weights_stay(shared, tiny_moe, runner):

@@ -12,8 +12,9 @@ tasks in the same order and trained batches. The tests of a task sleep for its s
 tasks take time away from the engine; the engine's part of a trajectory and the training step are small beside it. So this compares schedules, not engines: on
 a CPU an engine slows down with every trajectory, and overlap of computing would show what two cores can do and nothing else.
   trained per minute   between the ends of the first and of the last step but one, since engines start empty and run dry at the end
-  simulator            the same schedule simulated with the times of the asynchronous run (each trajectory's seconds in the order of their start; the
-                       means of training and publishing), over what was measured; limit: 1, target: within 15 %
+  simulator            a run's schedule simulated with the times of that run (each trajectory's seconds in the order of their start; the means of
+                       training and publishing), against what was measured; limit: what was measured, target: within 15 %
+  at equal times       both schedules simulated with the times of the asynchronous run: what the machine did beside the two runs is out of this
 
 Exit 1 where a target is missed.
 """
@@ -139,7 +140,7 @@ def measured(site: Path) -> tuple[list[dict], list[str]]:
     for mode, data in runs.items():
         steps, played = data.tables["steps"], data.tables["trajectories"]
         rates[mode] = middle_per_minute(steps["time"], steps["trajectories"])
-        out = replay(runs["async"], sync=mode == "sync")
+        out = replay(data, sync=mode == "sync")
         simulated[mode] = middle_per_minute(out.step_ends, out.trained)
         ok = played["status"] == "ok"
         notes.append(f"{mode}: a trajectory takes {played['seconds'][ok].min():.1f} to {played['seconds'][ok].max():.1f} s, mean {played['seconds'][ok].mean():.1f}, "
@@ -151,8 +152,9 @@ def measured(site: Path) -> tuple[list[dict], list[str]]:
     for mode in runs:
         off = abs(simulated[mode] / rates[mode] - 1)
         figures.append(figure(f"real engine, {mode}: simulator, trajectories/min", simulated[mode], rates[mode], rates[mode], (1 - AGREE) * rates[mode], off <= AGREE))
-    ours, theirs = rates["async"] / rates["sync"], simulated["async"] / simulated["sync"]
-    figures.append(figure("real engine: simulator, async over sync", theirs, ours, ours, (1 - AGREE) * ours, abs(theirs / ours - 1) <= AGREE))
+    out = replay(runs["async"], sync=True)
+    value, baseline = simulated["async"], middle_per_minute(out.step_ends, out.trained)
+    figures.append(figure("real engine, at equal times: trajectories/min", value, baseline, limit, 2 * baseline, value >= 2 * baseline))
     return figures, notes
 
 
