@@ -1,4 +1,4 @@
-"""Command lines that start the MPI ranks of one step: `srun` inside a het job, `mpiexec` on one machine. Pure."""
+"""Command lines that start the MPI ranks of one step: `srun` inside a job, `mpiexec` on one machine. Pure."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def rank_environment(run: RunDir, site: SiteConfig, launcher: str, role: Role, a
 
 
 def slurm_argv(run: RunDir, site: SiteConfig, role: Role, module: str) -> list[str]:
-    """srun of one het component, or of a pool's job. Sizes are spelled out: the batch script's SLURM_* describe component 0 only, and since 22.05 srun
-    does not inherit --cpus-per-task."""
+    """srun of one het component, or with shared GPUs of one of two steps that overlap on the whole allocation, or of a pool's job. Sizes are spelled out: the
+    batch script's SLURM_* describe component 0 or both steps together, and since 22.05 srun does not inherit --cpus-per-task."""
     c = component(run.config, role)
-    component_of_job = [] if run.pool else [f"--het-group={HET_GROUP[role]}"]
-    argv = ["srun", *component_of_job, f"--mpi={site.mpi}", "--kill-on-bad-exit=1", "--export=ALL", f"--job-name={role.value}",
+    where = [] if run.pool else ["--overlap"] if run.config.cluster.placement == "shared" else [f"--het-group={HET_GROUP[role]}"]
+    argv = ["srun", *where, f"--mpi={site.mpi}", "--kill-on-bad-exit=1", "--export=ALL", f"--job-name={role.value}",
             f"--nodes={c.nodes}", f"--ntasks={c.ranks}", f"--ntasks-per-node={c.ranks_per_node}", f"--cpus-per-task={c.cpus_per_rank}"]
     if c.gpus_per_node:
         argv.append(f"--gpus-per-node={c.gpus_per_node}")

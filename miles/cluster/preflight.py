@@ -213,7 +213,8 @@ def slurm_version(config: MilesConfig, site: SiteConfig) -> str:
 def slurm_nodes(config: MilesConfig, site: SiteConfig) -> str:
     """The partition exists and has enough nodes with enough GPUs (whether they are free is the queue's business)."""
     c = config.cluster
-    return _fitting_nodes(site, c.trainer.nodes + c.rollout.nodes, max(c.trainer.gpus_per_node, c.rollout.gpus_per_node))
+    wanted = c.trainer.nodes if c.placement == "shared" else c.trainer.nodes + c.rollout.nodes
+    return _fitting_nodes(site, wanted, max(c.trainer.gpus_per_node, c.rollout.gpus_per_node))
 
 
 def slurm_pool_nodes(config: MilesConfig, site: SiteConfig) -> str:

@@ -18,10 +18,14 @@ def render_job(config: MilesConfig, config_path: str | Path, site: SiteConfig) -
     c = config.cluster
     path = _shell_safe("config path", config_path)
     prefix = f"\n#   every rank runs under: {' '.join(site.srun_prefix)}" if site.srun_prefix else ""
+    shared = c.placement == "shared"
+    mode = "asynchronous" if config.run.mode == "async" else "synchronous"
+    kind = "Slurm job, trainer and rollout in turns on the same GPUs" if shared else "heterogeneous Slurm job"
+    part = "step" if shared else "component"
     return f"""#!/bin/bash
-# {config.run.name}: {"asynchronous" if config.run.mode == "async" else "synchronous"} reinforcement learning, one heterogeneous Slurm job.
-#   component 0: trainer, {_size(c.trainer)}
-#   component 1: rollout, {_size(c.rollout)}, one SGLang engine per rank{prefix}
+# {config.run.name}: {mode} reinforcement learning, one {kind}.
+#   {part} 0: trainer, {_size(c.trainer)}
+#   {part} 1: rollout, {_size(c.rollout)}, one SGLang engine per rank{prefix}
 # Written by `miles-submit render {path}`: change the config, not this file.
 # Submit from the project folder:  sbatch THIS_FILE [--set section.key=value ...] [--run RUN_TO_GO_ON_WITH]
 
@@ -29,10 +33,7 @@ def render_job(config: MilesConfig, config_path: str | Path, site: SiteConfig) -
 #SBATCH --job-name={config.run.name}
 #SBATCH --output=slurm-%j.out
 #SBATCH --open-mode=append
-{_component(config, site, c.trainer)}
-# Options are not inherited: without its own --signal, a preempted component 1 would get TERM where component 0 gets USR2.
-#SBATCH hetjob
-{_component(config, site, c.rollout)}
+{_shared(config, site) if shared else _disjoint(config, site)}
 {_setup(site)}
 set -euo pipefail
 trap '' USR2  # the notice may come before the supervisor is there to take it
@@ -78,6 +79,21 @@ def _shell_safe(what: str, path: str | Path) -> str:
     if any(ch in str(path) for ch in " \t\n'\"$`\\"):
         raise ConfigError(f"{what} {str(path)!r} has characters that a shell would read", "a path without spaces and quotes", "rename it")
     return str(path)
+
+
+def _disjoint(config: MilesConfig, site: SiteConfig) -> str:
+    return f"""{_component(config, site, config.cluster.trainer)}
+# Options are not inherited: without its own --signal, a preempted component 1 would get TERM where component 0 gets USR2.
+#SBATCH hetjob
+{_component(config, site, config.cluster.rollout)}"""
+
+
+def _shared(config: MilesConfig, site: SiteConfig) -> str:
+    """One task a node that holds the cores and memory of both steps: each step names its own sizes."""
+    t, r = config.cluster.trainer, config.cluster.rollout
+    memory = t.memory_gb + r.memory_gb if t.memory_gb and r.memory_gb else None
+    cores = t.ranks_per_node * t.cpus_per_rank + r.ranks_per_node * r.cpus_per_rank
+    return _component(config, site, t.model_copy(update={"ranks_per_node": 1, "cpus_per_rank": cores, "memory_gb": memory}))
 
 
 def _component(config: MilesConfig, site: SiteConfig, c: ComponentConfig) -> str:

@@ -53,14 +53,23 @@ def note_job(folder: Path, job_id: str) -> None:
 
 def check_sizes(config: MilesConfig, env: Mapping[str, str]) -> None:
     """A config edited after its job file was rendered would wait for ranks that never come."""
+    if config.cluster.placement == "shared":
+        want, have = config.cluster.trainer.nodes, env.get("SLURM_JOB_NUM_NODES")
+        if have is not None and (int(have) != want or "SLURM_HET_SIZE" in env):
+            raise _other_sizes(f"the job has {have} nodes{' in its first component' * ('SLURM_HET_SIZE' in env)}, the config asks for {want} with shared GPUs")
+        return
     if "SLURM_HET_SIZE" not in env:
         return
     for group, (role, c) in enumerate(((Role.TRAINER, config.cluster.trainer), (Role.ROLLOUT, config.cluster.rollout))):
         for what, want, name in (("tasks", c.ranks, "NTASKS"), ("nodes", c.nodes, "JOB_NUM_NODES")):
             have = env.get(f"SLURM_{name}_HET_GROUP_{group}")
             if have is not None and int(have) != want:
-                raise ConfigError(f"the job has {have} {what} for the {role}, the config asks for {want}", "a job file rendered from this config",
-                                  "render it again: miles-submit render CONFIG > jobs/NAME.sbatch (or use `miles-submit submit`)")
+                raise _other_sizes(f"the job has {have} {what} for the {role}, the config asks for {want}")
+
+
+def _other_sizes(found: str) -> ConfigError:
+    return ConfigError(found, "a job file rendered from this config",
+                       "render it again: miles-submit render CONFIG > jobs/NAME.sbatch (or use `miles-submit submit`)")
 
 
 def main() -> int:

@@ -240,7 +240,7 @@ class Supervisor:
             "attempt": self.attempt, "launcher": self.launcher, "started": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
             "job_id": env.get("SLURM_JOB_ID"), "cluster": env.get("SLURM_CLUSTER_NAME"), "restart_count": int(env.get("SLURM_RESTART_COUNT", "0")),
             "job_ids": [env.get(f"SLURM_JOB_ID_HET_GROUP_{i}") for i in het],
-            "nodes": [env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in het] or [socket.gethostname()],
+            "nodes": [env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in het] or [env.get("SLURM_JOB_NODELIST") or socket.gethostname()],
             "versions": {name: _version(name) for name in PACKAGES},
         }
 

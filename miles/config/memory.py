@@ -35,6 +35,7 @@ GRADIENT_BYTES = 4  # accumulated and reduced in fp32
 STATE_BYTES = 12  # fp32 parameter and two Adam moments
 STREAM_BUFFERS_GB = 3.0  # optimizer buckets being read, computed and written
 RESERVE_GB = 8.0  # CUDA context, NCCL buffers, allocator fragmentation, weight gathering
+CONTEXT_GB = 2.0  # what a process keeps on a shared GPU when it has given its memory back: CUDA context, libraries, NCCL buffers
 ROUTING_IMBALANCE = 1.5  # tokens an expert-parallel rank may get, over the even share
 
 
@@ -143,7 +144,10 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     if wrong:
         raise ConfigError("\n".join(wrong), "a layout that splits the model evenly", "change the keys named above")
     problems, notes = [], []
-    plans = tuple(_stage(config, shape, s, layers) for s, layers in enumerate(stages))
+    shared = config.cluster.placement == "shared"  # the two are never on a GPU together: each fits beside what the other leaves there
+    engine, engine_problems = _engine(config, site, shape)
+    stays = _engine_leaves(config, engine) if shared else None
+    plans = tuple(_stage(config, shape, s, layers, stays) for s, layers in enumerate(stages))
     state = [_state_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
@@ -157,7 +161,12 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
         )
     elif streamed and site.node_disk_gb is None:
         notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
-    engine, engine_problems = _engine(config, site, shape)
+    if shared:
+        per_node = max(_offloaded_gb(s) for s in plans) * config.cluster.trainer.ranks_per_node
+        notes.append(f"shared GPUs: while engines generate, each node holds {per_node:.0f} GB of trainer state in host memory")
+        if config.cluster.trainer.memory_gb is not None and per_node > config.cluster.trainer.memory_gb:
+            problems.append(f"shared GPUs: {per_node:.0f} GB of trainer state a node go to host memory, cluster.trainer.memory_gb = "
+                            f"{config.cluster.trainer.memory_gb:g}; raise it, or use more trainer nodes")
     if config.cluster.rollout.gpus_per_node:
         problems += engine_problems
         if not engine_problems and engine.kv_worst_tokens > engine.kv_tokens:
@@ -253,7 +262,19 @@ def _state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range)
     return bytes_each * (dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))) / GB
 
 
-def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> StagePlan:
+def _engine_leaves(config: MilesConfig, engine: EnginePlan) -> Item:
+    """What an engine keeps on a shared GPU while the trainer trains."""
+    weights = engine.items[0].gb if config.engine.release == "kv_cache" else 0.0
+    return Item("engine", (CONTEXT_GB + weights) if config.cluster.rollout.gpus_per_node else 0.0,
+                "context of the engine's process" + (" and its weights" if weights else ""))
+
+
+def _offloaded_gb(stage: StagePlan) -> float:
+    return sum(i.gb for i in stage.items if i.name in ("weights", "optimizer"))
+
+
+def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, stays: Item | None = None) -> StagePlan:
+    """`stays`: what else is on the GPU."""
     dense, experts = _rank_parameters(config, shape, stage, layers)
     count = dense + experts
     streamed = config.trainer.optimizer.state == "stream"
@@ -273,6 +294,7 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range) ->
             state,
             Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
             Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
+            *([stays] if stays else []),
         ),
     )
 
@@ -344,7 +366,8 @@ def _engine(config: MilesConfig, site: SiteConfig, shape: ModelShape) -> tuple[E
         width * sum(x.experts * x.expert / e.tp + (x.attention + x.mlp) / attention_tp for x in layers)
         + plain * (sum(x.replicated for x in layers) + (shape.embedding + (shape.head or shape.embedding)) / attention_tp)
     ) / GB
-    room = site.gpu_memory_gb * e.memory_fraction - weights
+    trainer = CONTEXT_GB if config.cluster.placement == "shared" and config.cluster.trainer.gpus_per_node else 0.0  # what it leaves there
+    room = site.gpu_memory_gb * e.memory_fraction - weights - trainer
     per_token = kv_bytes_per_token(config, shape)
     fits = max(0, int(room * GB / per_token))
     tokens = min(fits, e.max_total_tokens or fits)
@@ -355,6 +378,7 @@ def _engine(config: MilesConfig, site: SiteConfig, shape: ModelShape) -> tuple[E
             Item("weights", weights),
             Item("KV cache", tokens * per_token / GB),
             Item("work space", site.gpu_memory_gb * (1 - e.memory_fraction), "1 - engine.memory_fraction"),
+            *([Item("trainer", trainer, "context of the trainer's process")] if trainer else []),
         ),
         per_token,
         tokens,

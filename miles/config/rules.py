@@ -34,10 +34,7 @@ def problems(c: MilesConfig) -> list[str]:
         refuse("trainer.layout: first_stage_layers / last_stage_layers with pp = 1", "pp >= 2", "remove them or raise pp")
 
     if c.cluster.placement == "shared":
-        reason = ("asynchronous mode runs both halves at once, and each plans for the whole memory of its GPUs" if c.run.mode == "async"
-                  else "handing the GPUs from engine to trainer and back is not built yet")
-        refuse(f"cluster.placement = 'shared' with run.mode = {c.run.mode!r}: {reason}", "disjoint GPUs for trainer and rollout",
-               "set cluster.placement = 'disjoint' and give each component its own nodes")
+        _shared(c, refuse)
     for name, part in (("trainer", c.cluster.trainer), ("rollout", c.cluster.rollout)):
         if part.gpus_per_node and part.gpus_per_node % part.ranks_per_node:
             refuse(f"cluster.{name}: {part.ranks_per_node} ranks per node on {part.gpus_per_node} GPUs would put two ranks on one GPU or leave some idle",
@@ -95,6 +92,25 @@ def problems(c: MilesConfig) -> list[str]:
             refuse("tasks.system_prompt with a harness, which writes its own", "none", "remove it, and set the prompt in the harness's own configuration")
         _harness(c.tasks.harness, refuse)
     return out
+
+
+def _shared(c: MilesConfig, refuse) -> None:
+    trainer, rollout = c.cluster.trainer, c.cluster.rollout
+    if c.run.mode == "async":
+        refuse("cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once, and each plans for the whole memory of its GPUs",
+               "disjoint GPUs for trainer and rollout, or taking turns",
+               "set cluster.placement = 'disjoint' and give each component its own nodes, or set run.mode = 'sync'")
+    for what in ("nodes", "gpus_per_node"):
+        one, other = getattr(trainer, what), getattr(rollout, what)
+        if one != other:
+            refuse(f"cluster.placement = 'shared' with cluster.trainer.{what} = {one} and cluster.rollout.{what} = {other}", "the same nodes and GPUs",
+                   f"set both to the same {what}")
+    if c.weights.transport == "broadcast":
+        refuse("weights.transport = 'broadcast' with cluster.placement = 'shared': the trainer leader and an engine are on one GPU, and NCCL takes a GPU once in a group",
+               "'disk'", "set weights.transport = 'disk'")
+    if c.engine.speculative and c.engine.release == "all":
+        refuse("engine.speculative with cluster.placement = 'shared' and engine.release = 'all': the draft layers are not trained, so nobody gives them back to the engine",
+               "engine.release = 'kv_cache'", "set it, or remove engine.speculative")
 
 
 def _harness(h: HarnessConfig, refuse) -> None:

@@ -16,6 +16,7 @@ def dev_scale(c: MilesConfig) -> MilesConfig:
     data = c.model_dump()
     layout = data["trainer"]["layout"]
     small = {dim: min(layout[dim], 2) for dim in ("tp", "pp", "ep", "etp")}
+    nodes = min(c.cluster.trainer.nodes, 2)
     ranks = max(small["tp"] * small["pp"], small["etp"] * small["ep"] * small["pp"])
     data["run"] |= {"name": f"{c.run.name}-dev", "steps": min(c.run.steps, STEPS)}
     data["model"] |= {"path": "models/tiny-glm4-moe", "recipe": "tiny_glm4_moe", "trainer_precision": "fp32", "rollout_precision": "fp32",
@@ -36,8 +37,8 @@ def dev_scale(c: MilesConfig) -> MilesConfig:
     data["checkpoint"] |= {"every_steps": min(c.checkpoint.every_steps, 2)}
     data["cluster"] |= {
         "site": "configs/sites/dev.toml", "time_limit": "00:30:00", "signal_before_s": min(c.cluster.signal_before_s, 120),
-        "trainer": {"nodes": min(c.cluster.trainer.nodes, 2), "ranks_per_node": -(-ranks // min(c.cluster.trainer.nodes, 2)),
-                    "gpus_per_node": -(-ranks // min(c.cluster.trainer.nodes, 2))},
-        "rollout": {"nodes": min(c.cluster.rollout.nodes, 2), "ranks_per_node": 1, "gpus_per_node": 1},
+        "trainer": {"nodes": nodes, "ranks_per_node": -(-ranks // nodes), "gpus_per_node": -(-ranks // nodes)},
+        "rollout": {"nodes": min(c.cluster.rollout.nodes, 2), "ranks_per_node": 1,
+                    "gpus_per_node": -(-ranks // nodes) if c.cluster.placement == "shared" else 1},
     }
     return MilesConfig.model_validate(data)

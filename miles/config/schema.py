@@ -109,6 +109,7 @@ class EngineConfig(Section):
     speculative: SpeculativeConfig | None = Field(None, description="Speculative decoding; absent = off.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds an engine may take until it answers.")
     restarts: int = Field(3, ge=0, description="How often one rank restarts its engine before it gives up.")
+    release: Literal["all", "kv_cache"] = Field("all", description="What an engine gives back while the trainer trains (`cluster.placement = \"shared\"`): `all` = KV cache and weights, and every version is then loaded whole; `kv_cache` = the weights stay on the GPU beside the trainer, and patches do.")
     port_base: int = Field(31000, ge=1024, le=65000, description="First port tried for engines and session servers; each rank takes free ones from here upward.")
     extra_args: tuple[str, ...] = Field((), description="Further flags for `sglang.launch_server`, as they are.")
 
@@ -196,7 +197,7 @@ class CheckpointConfig(Section):
 
 
 class ComponentConfig(Section):
-    """Nodes of one het-job component."""
+    """Nodes of one half of the job, a component of its own unless GPUs are shared."""
 
     nodes: int = Field(ge=1, description="Nodes.")
     ranks_per_node: int = Field(1, ge=1, description="MPI ranks per node.")
@@ -213,13 +214,13 @@ class ClusterConfig(Section):
     """The Slurm job."""
 
     site: str = Field("configs/sites/dev.toml", description="Site profile: account, partition, modules, scratch, environment.")
-    placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same GPUs; refused in asynchronous mode, and in this version in synchronous mode too.")
+    placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same nodes and GPUs, in turns: engines give their memory back while the trainer trains, the trainer keeps its state in host memory while they generate. Synchronous mode alone.")
     time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
     signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
     max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")
     max_requeues: int = Field(20, ge=0, description="How often the job requeues itself.")
-    trainer: ComponentConfig = Field(description="Component 0.")
-    rollout: ComponentConfig = Field(description="Component 1.")
+    trainer: ComponentConfig = Field(description="Component 0; with shared GPUs one of two steps on the same nodes.")
+    rollout: ComponentConfig = Field(description="Component 1; likewise.")
 
 
 class MilesConfig(Section):

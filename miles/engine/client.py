@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract"]
 CONTROL_TIMEOUT_S = 600.0
 HANDOVER = Path("/dev/shm")
+KEEP_ALIVE_S = 2.0
+"""An idle connection is used again for this long. The server closes it after 5 s (uvicorn's default); a request written in that moment fails, and a living engine
+would be taken for a dead one in the middle of an update."""
 
 
 STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all tokens before
@@ -139,6 +142,15 @@ class EngineClient:
     async def resume(self) -> None:
         """Let held requests go on."""
         await self._post("/continue_generation", {})
+
+    async def release_memory(self, parts: Sequence[str]) -> None:
+        """Give GPU memory back: of "kv_cache", "weights", "cuda_graph". What it held is lost, the prefix cache is emptied. Pause with "retract" before: the
+        engine dies of a release while a request runs; those put back are prefilled after `resume`."""
+        await self._post("/release_memory_occupation", {"tags": list(parts)})
+
+    async def take_memory(self, parts: Sequence[str]) -> None:
+        """Take the memory of `parts` again. Weights are undefined until all their tensors have been given again."""
+        await self._post("/resume_memory_occupation", {"tags": list(parts)})
 
     async def update_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool = False) -> None:
         """Put Hugging Face tensors (any subset of the model's) into the engine and call the result `version`.
@@ -258,7 +270,7 @@ class EngineClient:
     @contextlib.asynccontextmanager
     async def _send(self, method: str, path: str, body: dict[str, Any] | None, timeout_s: float | None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._http is None:
-            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+            self._http = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S))
         sent = {} if body is None else {"data": msgspec.json.encode(body), "headers": {"Content-Type": "application/json"}}
         try:
             async with self._http.request(method, self.url + path, timeout=aiohttp.ClientTimeout(total=timeout_s), **sent) as response:

@@ -70,6 +70,8 @@ def server_argv(
         # weights that come after the pause (seen with 0.5.23, tests/engine/test_engine_real.py). A retraction waits for it.
         # On a CPU nothing overlaps and the second thread only costs.
         args += ["--disable-overlap-schedule"]
+    if config.cluster.placement == "shared":
+        args += ["--enable-memory-saver"]
     args += _cpu_args(config) if platform == "cpu" else _cuda_args(config)
     return [*args, *e.extra_args]
 

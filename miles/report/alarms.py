@@ -66,7 +66,8 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
             "warning",
             f"{dropped} of {dropped + trained} finished groups were dropped ({', '.join(f'{k}: {v}' for k, v in s['dropped'].items() if not k.startswith('filter:'))})",
         )
-    for share, text in (
+    in_turns = config.cluster.placement == "shared"  # each waits for the other by design
+    for share, text in () if in_turns else (
         (s["waits"]["trainer_wait_share"], "the trainer waits for trajectories"),
         (s["waits"]["rollout_blocked_share"], "rollout is held back by a full buffer"),
     ):
@@ -100,9 +101,9 @@ def next_commands(s: dict[str, Any], path: Path) -> list[str]:
         out.append(f"miles-submit resume {path}" if ended in ("failed", "cancelled") else f"miles-submit status {path}")
     if s["unreadable"] or any(a["level"] == "error" for a in s["alarms"]) or not s["steps"]:
         out.append(f"miles-submit logs {path}")
-    if s["waits"]["bottleneck"] == "rollout" and (s["waits"]["trainer_wait_share"] or 0) > 0.5:
+    if s["waits"]["bottleneck"] == "rollout" and s["turns"] is None and (s["waits"]["trainer_wait_share"] or 0) > 0.5:
         out.append("next run: more rollout nodes (cluster.rollout.nodes) or rollout.in_flight; the trainer idles")
-    if s["waits"]["bottleneck"] == "trainer" and (s["waits"]["rollout_blocked_share"] or 0) > 0.5:
+    if s["waits"]["bottleneck"] == "trainer" and s["turns"] is None and (s["waits"]["rollout_blocked_share"] or 0) > 0.5:
         out.append("next run: more trainer ranks, or fewer rollout nodes; rollout idles")
     out.append(f"miles-submit report {path} --html report.html")
     return out

@@ -72,6 +72,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "restarts": {role: max(0, n - 1) for role, n in data.epochs.items()},
         "epochs": data.epochs,
         "weights": weights(data, steps),
+        "turns": turns(data, steps),
         "dropped": data.buffer.dropped_by_reason(),
         "dropped_detail": dropped_detail(data),
         "groups": data.buffer.counts(),
@@ -350,12 +351,26 @@ def waits(data: RunData, steps: Table) -> dict[str, Any]:
     if not steps or len(steps["step_s"]) < 2:
         return out
     total = steps["step_s"][1:].sum()
-    share = {k: float(steps[f"{k}_s"][1:].sum() / total) for k in ("wait", "fetch", "train", "publish", "checkpoint")} if total else {}
+    turn = ("turn", "resume", "release") if data.config.cluster.placement == "shared" else ()
+    phases = ("wait", "fetch", "train", "publish", "checkpoint", *turn)
+    share = {k: float(steps[f"{k}_s"][1:].sum() / total) for k in phases} if total else {}
     out |= {"trainer_wait_share": share.get("wait"), "trainer_time": share}
     if share and blocked is not None:
         wait = share["wait"]
         out["bottleneck"] = "balanced" if max(wait, blocked) < 0.1 else "rollout" if wait > blocked else "trainer"
     return out
+
+
+def turns(data: RunData, steps: Table) -> dict[str, Any] | None:
+    """Shared GPUs: seconds of handing them over, a value a step or a turn. Trainer: waiting until the engines have released, its memory back, its memory
+    released. Engines: memory released, the time without it, memory taken again. None with disjoint GPUs."""
+    if data.config.cluster.placement != "shared":
+        return None
+    table = data.tables.get("turns") or {}
+    return {
+        "trainer": {k: spread(steps.get(k) if steps else None) for k in ("turn_s", "resume_s", "release_s")},
+        "engines": {k: spread(table.get(k)) for k in ("release_s", "away_s", "resume_s")},
+    }
 
 
 def tasks(ok: Table) -> list[dict[str, Any]]:

@@ -117,6 +117,13 @@ def _schedule(s: dict[str, Any]) -> list[str]:
     )
     if w["trainer_time"]:
         out.append("trainer's time: " + ", ".join(f"{k} {v:.0%}" for k, v in w["trainer_time"].items()))
+    if t := s["turns"]:
+        median = {f"{side} {k}": number(v.get("median"), ".3f", " s") for side, times in t.items() for k, v in times.items()}
+        out.append(
+            f"shared GPUs, medians: engines release {median['engines release_s']}, are without for {median['engines away_s']}, take again "
+            f"{median['engines resume_s']}; trainer waits for that {median['trainer turn_s']}, takes {median['trainer resume_s']}, releases "
+            f"{median['trainer release_s']}"
+        )
     age = s["staleness"]
     histogram = ", ".join(f"{k}: {v}" for k, v in age["histogram"].items())
     out.append(

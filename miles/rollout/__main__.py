@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-async def rollout(run, world, epoch: int, attempt: int) -> int:
+async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> int:
     from miles.config import load_site
     from miles.core import Role
     from miles.env import load_tasks, sweep
@@ -41,7 +41,7 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
             elif message["kind"] == "engines":
                 worker.engines(message["table"])
             elif message["kind"] == "look":
-                worker.look()
+                worker.look(message["over"])
                 if run.finished:
                     worker.stop()
             elif message["kind"] == "stop":
@@ -49,6 +49,9 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
             elif leader is not None:
                 leader.receive(source, message)
         if leader is not None:
+            if notices:
+                notices.clear()
+                leader.end_turn()
             await leader.tick()
         await asyncio.sleep(0.005)
     await life  # raises what ended it
@@ -64,11 +67,14 @@ def main() -> int:
     from miles.comm import World
     from miles.rundir import PoolDir, RunDir
 
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the trainer checkpoints; this side has nothing that is not on disk already
     pool = int(os.environ["MILES_POOL"])
     run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
+    # The trainer checkpoints; this side has nothing that is not on disk already. On shared GPUs it is in the way of that checkpoint.
+    notices: list[int] = []
+    shared = run.config.cluster.placement == "shared" and not pool
+    signal.signal(signal.SIGUSR2, (lambda *_: notices.append(1)) if shared else signal.SIG_IGN)
     world = World(run.config.cluster.rollout.ranks)
-    return uvloop.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"])))
+    return uvloop.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"]), notices))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class Leader:
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
         self._version = -1  # newest published
+        self._shared, self._over = run.config.cluster.placement == "shared", -1
         self._urls: dict[int, str] = {}  # rank -> its living engine
         self._told: dict[int, str] = {}
         self._told_at = 0.0
@@ -78,18 +79,30 @@ class Leader:
         self._pools.tick()
         for action in self._scheduler.actions():
             await self._carry_out(action)
+        if self._shared and self._scheduler.turn_over() != self._over:
+            self._tell_look()
         self._tell_engines()
         if time.monotonic() - self._logged > 1.0:
             self._log_queue()
 
     def _look(self) -> None:
         self._looked = time.monotonic()
-        self._view.poll()
         newest = self._newest_version()
+        self._view.poll()  # afterwards: on shared GPUs a version comes after the record that its groups are trained
         if newest is not None:
             self._version = newest
             self._scheduler.version_published(newest)
-        self._world.post_all({"kind": "look"})  # every rank: is there a newer version, is the run finished?
+        self._tell_look()
+
+    def _tell_look(self) -> None:
+        """Every rank: is there a newer version, is the run finished, is the engines' turn on shared GPUs over?"""
+        self._over = self._scheduler.turn_over() if self._shared else -1
+        self._world.post_all({"kind": "look", "over": self._over})
+
+    def end_turn(self) -> None:
+        """The job is about to end: on shared GPUs the trainer needs their memory for its checkpoint."""
+        if self._shared:
+            self._scheduler.end_turn()
 
     def _tell_engines(self) -> None:
         """Every rank must know where its sessions can go when its own engine dies: which engines live, soon; how busy they are, now and then."""

@@ -66,7 +66,7 @@ class PoolLeader:
                 self._records.clear()
         if now - self._looked > LOOK_S:
             self._looked = now
-            self._world.post_all({"kind": "look"})
+            self._world.post_all({"kind": "look", "over": -1})
             self._tell_engines()
 
     def _take_orders(self, now: float) -> None:

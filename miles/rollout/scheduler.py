@@ -105,6 +105,7 @@ class Scheduler:
         self._engines: dict[int, int] = {}  # living rank -> version it serves
         self._slots: dict[int, int] = {}  # rank of a pool -> most trajectories it may have at once
         self._newest_version = -1
+        self._over = -1  # the version whose turn on shared GPUs has ended
         self._next_id = state.next_group_id()
         self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
         for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id):
@@ -180,7 +181,17 @@ class Scheduler:
                 group.lost[sample] = cause
         self._note_complete(group_id)
 
+    def end_turn(self) -> None:
+        """Shared GPUs: nothing more is started with the newest version, whatever is missing (the job is about to end)."""
+        self._over = self._newest_version
+
     # -- decisions -----------------------------------------------------------------------------------------------------------
+    def turn_over(self) -> int:
+        """Shared GPUs: the newest version with which nothing is left to do: its batch is complete, or the run needs no more groups. Once said it stays so."""
+        if not self._running and not self._open and not self._unjournalled() and not self._room(self._to_retry()):
+            self.end_turn()
+        return self._over
+
     def actions(self) -> list[Action]:
         """What to do now. The journal state given at construction is read afresh, so poll it before."""
         return [*self._closings(), *self._starts_and_assignments()]
@@ -201,7 +212,7 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
-        while (rank := self._next_rank()) is not None:
+        while self._newest_version > self._over and (rank := self._next_rank()) is not None:
             if not self._waiting:
                 start = self._next_start()
                 if start is None:
@@ -231,18 +242,28 @@ class Scheduler:
         return Start(group_id, task_id, retry_of)
 
     def _may_start(self, again: GroupInfo | None) -> bool:
-        c = self._state.counts()
-        self._sealed = {g for g in self._sealed if g not in self._state.groups or self._state.groups[g].status is Status.OPEN}
-        open_groups = len(self._open) + len(self._sealed)
-        if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
-            return False
         if self.rules.refill == "group" and self._free_slots() < self.rules.group_size:
             return False
-        awaited = self.rules.ordered and again is not None  # groups that are ready wait for it: no room is made before it is there
-        if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
-            fresh = all(v >= self._newest_version for v in self._engines.values())
-            return fresh and (awaited or c["taken"] + c["ready"] + open_groups < self.rules.groups_per_version)
-        return awaited or c["ready"] + open_groups < self.rules.capacity_groups
+        fresh = self.rules.groups_per_version is None or all(v >= self._newest_version for v in self._engines.values())
+        return fresh and self._room(again)
+
+    def _room(self, again: GroupInfo | None) -> bool:
+        """Whether one more group is wanted. Synchronous: one batch, made by engines that all serve the newest version; what the trainer has taken and not
+        dropped is a part of it."""
+        c = self._state.counts()
+        open_groups = len(self._open) + self._unjournalled()
+        if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
+            return False
+        if self.rules.ordered and again is not None:  # groups that are ready wait for it: no room is made before it is there
+            return True
+        if self.rules.groups_per_version is not None:
+            return c["taken"] + c["ready"] + open_groups < self.rules.groups_per_version
+        return c["ready"] + open_groups < self.rules.capacity_groups
+
+    def _unjournalled(self) -> int:
+        """Groups that an action sealed and that the journal does not have yet."""
+        self._sealed = {g for g in self._sealed if g not in self._state.groups or self._state.groups[g].status is Status.OPEN}
+        return len(self._sealed)
 
     def _to_retry(self) -> GroupInfo | None:
         """The dropped group whose prompt is sampled again next, if any."""

@@ -5,6 +5,8 @@
                                                                otherwise the engine is poisoned, and stays paused until it is restarted
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
+
+On GPUs shared with the trainer the engine gives its memory back when its turn is over (`release`), and takes it again to load the next version.
 """
 
 from __future__ import annotations
@@ -14,14 +16,17 @@ import time
 
 import torch
 
-from miles.core import EnvironmentFault, MilesError, Role, StructureError
+from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import EngineClient
 from miles.engine.digest import combined_checksum
 from miles.log import RunLog
 from miles.rundir import RunDir
-from miles.weights.acks import Ack, write_ack
+from miles.weights.acks import Ack
 from miles.weights.follow import Follower
 from miles.weights.store import Manifest, WeightStore
+from miles.weights.turns import EngineTurns
+
+RELEASED = {"all": ("kv_cache", "weights", "cuda_graph"), "kv_cache": ("kv_cache",)}  # engine.release -> SGLang's tags
 
 
 class EnginePoisoned(MilesError):
@@ -31,13 +36,15 @@ class EnginePoisoned(MilesError):
 class EngineWeights:
     """Weights of one engine incarnation. `version` is -1 until it serves a version of this run."""
 
-    def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog):
-        self._run, self._rank, self._epoch, self._incarnation = run, rank, epoch, incarnation
+    def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog, turns: EngineTurns):
+        self._rank, self._epoch, self._incarnation, self._turns = rank, epoch, incarnation, turns
         self._client, self._log, self._pause = client, log, run.config.weights.pause
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
         self.store = WeightStore(run)
         self._follower = Follower(self.store)
         self._group = ""  # the broadcast group that the engine is in
+        self._parts = RELEASED[run.config.engine.release]
+        self._released: tuple[float, float] | None = None  # (seconds it took, when), while the engine is without memory
         self.version = -1
         self._acknowledge(-1, "")
 
@@ -65,6 +72,32 @@ class EngineWeights:
             return False
         return True
 
+    @property
+    def released(self) -> bool:
+        """Whether the engine is without memory now."""
+        return self._released is not None
+
+    async def release(self) -> None:
+        """Shared GPUs: the batch of the version served is complete. Give the memory back, then acknowledge. Raises EnginePoisoned when that fails."""
+        start = time.monotonic()
+        try:
+            await self._client.pause("retract")
+            await self._client.release_memory(self._parts)
+        except EnvironmentFault as e:
+            raise EnginePoisoned(f"rank {self._rank}: its memory was not released: {e}", "an engine that gives its memory back",
+                                 "nothing: the engine is stopped, which frees it") from e
+        self._released = (time.monotonic() - start, time.monotonic())
+        self._acknowledge(self.version, "", released=self.version)
+
+    async def _take(self) -> None:
+        """Memory again, after `release`."""
+        if self._released is not None:
+            release_s, at = self._released
+            start = time.monotonic()
+            await self._client.take_memory(self._parts)
+            self._log.row("turns", rank=self._rank, version=self.version, release_s=release_s, away_s=start - at, resume_s=time.monotonic() - start)
+            self._released = None
+
     async def _apply_files(self, newest: int) -> bool:
         start = time.monotonic()
         try:
@@ -76,10 +109,12 @@ class EngineWeights:
             return False
         manifest, changed = step
         pulled = time.monotonic()
-        first = self.version < 0  # a fresh engine has the model folder's weights: give it all
+        # A fresh engine has the model folder's weights, one that has released them has none: give it all.
+        everything = self.version < 0 or (self._released is not None and "weights" in self._parts)
         state = self._follower.state
-        tensors = {n: state[n] for n in (state if first else changed)}
+        tensors = {n: state[n] for n in (state if everything else changed)}
         async def apply():
+            await self._take()
             if tensors:
                 await self._client.update_tensors(tensors, newest, flush=self._flush)
             else:
@@ -131,6 +166,5 @@ class EngineWeights:
         self.version = manifest.version
         self._acknowledge(self.version, got)
 
-    def _acknowledge(self, version: int, digest: str, error: str = "") -> None:
-        self._run.check_epoch(Role.ROLLOUT, self._epoch)
-        write_ack(self._run, Ack(self._rank, self._epoch, self._incarnation, version, digest, error))
+    def _acknowledge(self, version: int, digest: str, error: str = "", released: int | None = None) -> None:
+        self._turns.acknowledge(Ack(self._rank, self._epoch, self._incarnation, version, digest, error), released)

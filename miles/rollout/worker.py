@@ -2,8 +2,9 @@
 
     open the session server
     for each incarnation of the engine:
+        (GPUs shared with the trainer: wait for the engines' turn)
         start it  ->  bring it to the newest weights  ->  tell the leader "up"
-        while it lives: follow new weight versions
+        while it lives: follow new weight versions (shared: release its memory when the batch of one is complete)
         tell the leader "down"; running trajectories go on with the engine of another rank
 
 A sample is one episode of the environment played through a session: every token of it comes from the engine's replies, its trajectories (one,
@@ -43,6 +44,7 @@ from miles.session import (
     reproducer,
     stored_sessions,
 )
+from miles.weights.turns import EngineTurns
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
@@ -79,6 +81,7 @@ class Worker:
                                       host=self._host)
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._dropped, self._kept_dropped = run.attempt_dir(attempt) / "dropped", 0
+        self._turns = EngineTurns(run, rank, epoch)
         self._engines = Engines()
         store = SessionStore(run.sessions_dir, rank, epoch, fence=lambda: run.check_epoch(Role.ROLLOUT, epoch))
         self._service = SessionService(self._engines, ChatTokenizer.from_folder(c.model.path, c.model.boundary), SessionLimits.from_config(c),
@@ -105,8 +108,9 @@ class Worker:
         self._running.add(job)
         job.add_done_callback(self._running.discard)
 
-    def look(self) -> None:
-        """There may be a newer weight version."""
+    def look(self, over: int) -> None:
+        """There may be a newer weight version. `over`: the newest whose batch is complete (shared GPUs, otherwise -1)."""
+        self._turns.over(over)
         self._look.set()
 
     def stop(self) -> None:
@@ -165,17 +169,24 @@ class Worker:
         return lease
 
     async def _incarnation(self, number: int) -> None:
+        while not self._turns.may_take():
+            if self._stopping.is_set():
+                return
+            await self._next_look()
         url = await self._process.start()
         client = self._client(url)
         try:
-            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log)
+            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
             while self._process.alive and not self._stopping.is_set():
                 self._offer(self._rank, client)
                 self._report({"kind": "up", "version": weights.version, "url": url, "moved": self._moved()})
                 await self._wait_look()
-                await weights.follow()
+                if self._turns.ended(weights.version):
+                    await weights.release()
+                if not weights.released or self._turns.may_take():
+                    await weights.follow()
                 self._log_engine(client, number)
         finally:
             self._engines.down(self._rank)
@@ -194,11 +205,14 @@ class Worker:
         return [(*self._samples[s.id], s.place.engine.rank) for s in self._service.sessions.values()
                 if s.id in self._samples and s.place.engine.rank not in (self._rank, -1)]
 
-    async def _wait_look(self) -> bool:
-        """Sleep until there may be something new; False when the engine is dead or this rank is to stop."""
+    async def _next_look(self) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._look.wait(), LOOK_S)
         self._look.clear()
+
+    async def _wait_look(self) -> bool:
+        """Sleep until there may be something new; False when the engine is dead or this rank is to stop."""
+        await self._next_look()
         return self._process.alive and not self._stopping.is_set()
 
     # -- trajectories --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,8 @@
         journal  the groups as trained
         checkpoint now and then, and before stopping      (a copy is taken; it is written beside the next steps)
 
+On GPUs shared with the engines, publishing comes last: it gives them the GPUs, which each batch then waits for (miles.weights.turns).
+
 Every rank runs this code; the leader alone touches journals, weight versions and the log.
 """
 
@@ -30,14 +32,17 @@ from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
+from miles.trainer.memory import DeviceMemory
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import StepMetrics, TrainStep
+from miles.trainer.turns import Turns
 from miles.weights.mapping import export_hf
 from miles.weights.patch import State
 from miles.weights.publish import Published, Publisher
 from miles.weights.store import WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
+TERM = "TERM"
 
 
 class Trainer:
@@ -49,6 +54,8 @@ class Trainer:
         self.dir, self.world, self.epoch, self.config = run, world, epoch, c
         self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
         init_distributed(world.rank, self.layout, world.broadcast_bytes, seed=c.run.seed)
+        self.turns = Turns(run, world)
+        self.turns.wait()
         self.checkpoints = Checkpoints(run, world, epoch)
         newest = self.checkpoints.newest()
         self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
@@ -56,11 +63,13 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
         frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
         self.step = newest or 0
+        if self.turns.shared:
+            self.turns.memory = DeviceMemory.of(self.model, self.optimizer)
         self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature,
                                     constant_tokens=c.rollout.max_session_tokens)
         self._stop = ""
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
-        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", TERM))
         self.queue = self.link = self.publisher = self.log = None
         if world.leader:
             remove_unfinished(run.weights_dir)
@@ -79,21 +88,29 @@ class Trainer:
                 self.commit_checkpoint(wait=True)
                 continue
             if batch.plan.stop:
-                if self.step:  # before the first step the model folder is the checkpoint
+                # Before the first step the model folder is the checkpoint. TERM ends the engines too, and nobody says that their memory is free.
+                if self.step and not (self.turns.shared and batch.plan.stop == TERM):
+                    self.turns.take()
                     self.checkpoint(due=True, wait=True)
                 return self.close(EXIT_REQUEUE)
+            turn_s, resume_s = self.turns.take()
             t0 = time.monotonic()
             metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
             t1 = time.monotonic()
             self.step += 1
-            published = self.publish()
+            if not self.turns.shared:
+                published = self.publish()
             t2 = time.monotonic()
             if self.queue is not None:
                 self.queue.trained(batch.groups, batch.plan.version, self.step)
                 self.link.wake()
             last = self.step == self.config.run.steps
             self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last)
-            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.time() - start}
+            t3 = time.monotonic()
+            if self.turns.shared:
+                published = self.publish()
+            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s, "checkpoint_s": t3 - t2,
+                     "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.time() - start}
             self.log_step(batch, metrics, published, times)
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")
@@ -102,13 +119,17 @@ class Trainer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
-        """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines."""
+        """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines; and where GPUs are shared, these before it does."""
         tensors = export_hf(self.model.chunks, self.model.arch)
         if self.publisher is not None:
-            return self.publisher.publish(self.step, tensors)
+            return self.publisher.publish(self.step, tensors, gathered=self._give)
         for _ in tensors:
             pass  # the others send their shares
+        self._give()
         return None
+
+    def _give(self) -> None:
+        self.release_s = self.turns.give()
 
     def checkpoint(self, *, due: bool, wait: bool) -> None:
         """Collective: go on with the checkpoint in progress; when one is `due`, start that of `self.step`: weights, optimizer, random state, and where
@@ -137,8 +158,10 @@ class Trainer:
         return combined_checksum(expected_checksums(state, dtype=dtype, tied=self.model.arch.tied))
 
     def _serve_late(self) -> int:
-        """Leader, while it waits: send the weights again to an engine that came late. Returns the version being trained."""
+        """Leader, while it waits: send the weights again to an engine that came late, or whose batch has holes. Returns the version being trained."""
         self.publisher.serve_late()
+        if self.turns.given_back():
+            self.publisher.again("the batch is not complete")
         return self.publisher.version
 
     def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:

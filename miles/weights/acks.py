@@ -1,6 +1,8 @@
-"""What each engine says it serves: RUN/acks/rollout-<rank>.json, one small file per rank, replaced atomically."""
+"""What each engine serves: RUN/acks/rollout-<rank>.json, one small file per rank, replaced atomically."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import msgspec
 
@@ -16,13 +18,26 @@ class Ack(msgspec.Struct, frozen=True):
     version: int
     digest: str
     error: str = ""
+    released: int = -1  # shared GPUs: newest version after whose batch the rank gave the engine's memory back (miles.weights.turns)
 
 
 def write_ack(run: RunDir, ack: Ack) -> None:
-    publish_bytes(run.acks_dir / f"rollout-{ack.rank:04d}.json", msgspec.json.encode(ack))
+    publish_bytes(_path(run, ack.rank), msgspec.json.encode(ack))
 
 
-def read_acks(run: RunDir, epoch: int) -> dict[int, Ack]:
-    """Acknowledgements of the given rollout epoch by rank; those of older epochs are ignored."""
+def read_ack(run: RunDir, rank: int) -> Ack | None:
+    """The rank's newest acknowledgement, of whatever epoch."""
+    try:
+        return msgspec.json.decode(_path(run, rank).read_bytes(), type=Ack)
+    except FileNotFoundError:
+        return None
+
+
+def read_acks(run: RunDir, epoch: int | None = None) -> dict[int, Ack]:
+    """Acknowledgements by rank: those of the given rollout epoch (others are ignored), or of whatever epoch."""
     acks = (msgspec.json.decode(p.read_bytes(), type=Ack) for p in sorted(run.acks_dir.glob("rollout-*.json")))
-    return {a.rank: a for a in acks if a.epoch == epoch}
+    return {a.rank: a for a in acks if epoch is None or a.epoch == epoch}
+
+
+def _path(run: RunDir, rank: int) -> Path:
+    return run.acks_dir / f"rollout-{rank:04d}.json"

@@ -45,22 +45,23 @@ class Publisher:
         self._groups_made = 0
         self.version = max(store.newest() or 0, after)  # numbers go on where any earlier epoch stopped
 
-    def publish(self, step: int, tensors: Tensors) -> Published:
+    def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None) -> Published:
         """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
-        that is held there is only what it makes at a time."""
+        that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version."""
         start, note = time.monotonic(), ""
         if self._config.transport == "broadcast":
             try:
                 group = self._ready_group()
                 if group is not None:
                     self._hold(tensors)
+                    gathered()
                     m = self._broadcast(step, group)
                     return self._done(step, m, "broadcast", sum(t.nbytes for t in self._state.values()), start, "")
                 note = "an engine does not serve the version before"
             except EnvironmentFault as e:
                 note = e.found
                 self._leave_group()
-        m = self._disk(step, tensors)
+        m = self._disk(step, tensors, gathered)
         return self._done(step, m, "disk", m.file_size, start, note)
 
     def serve_late(self) -> Published | None:
@@ -69,9 +70,13 @@ class Publisher:
             return None
         if all(a.version >= 0 for a in self._acks().values()):
             return None
+        return self.again("a late engine")
+
+    def again(self, note: str) -> Published:
+        """Publish what was published last under a new number, on disk."""
         start = time.monotonic()
-        m = self._disk(self._step, ())
-        return self._done(self._step, m, "disk", m.file_size, start, "a late engine")
+        m = self._disk(self._step, (), lambda: None)
+        return self._done(self._step, m, "disk", m.file_size, start, note)
 
     def _hold(self, tensors: Tensors) -> None:
         """Make the state that is held these tensors, in its own memory where it fits. Nothing left of `tensors`: it is held already."""
@@ -86,9 +91,14 @@ class Publisher:
         self._state = {n: t for n, t in held.items() if n in named} if named else held
 
     # -- transports ----------------------------------------------------------------------------------------------------------
-    def _disk(self, step: int, tensors: Tensors) -> Manifest:
+    def _disk(self, step: int, tensors: Tensors, gathered: Callable[[], None]) -> Manifest:
         delta = self._config.transport == "disk" and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
-        version, extra = self.version + 1, lambda: {"checksum": self._checksum(self._state)}
+        version = self.version + 1
+
+        def extra() -> dict:  # asked once the tensors are written
+            gathered()
+            return {"checksum": self._checksum(self._state)}
+
         if delta:
             try:
                 m = self._store.publish_delta(version, step, tensors, self._state, self._epoch, base=self.version, extra=extra)

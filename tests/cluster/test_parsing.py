@@ -37,3 +37,13 @@ def test_a_job_of_other_sizes_is_refused():
     check_sizes(config, right)
     with pytest.raises(ConfigError, match="the job has 4 tasks for the trainer, the config asks for 2"):
         check_sizes(config, {**right, "SLURM_NTASKS_HET_GROUP_0": "4"})
+
+
+def test_a_colocated_job_of_other_sizes_is_refused():
+    config = load_config("configs/tiny_colocated.toml")
+    check_sizes(config, {"SLURM_JOB_NUM_NODES": "1"})
+    check_sizes(config, {})
+    with pytest.raises(ConfigError, match="the job has 2 nodes, the config asks for 1 with shared GPUs"):
+        check_sizes(config, {"SLURM_JOB_NUM_NODES": "2"})
+    with pytest.raises(ConfigError, match="1 nodes in its first component"):
+        check_sizes(config, {"SLURM_JOB_NUM_NODES": "1", "SLURM_HET_SIZE": "2"})

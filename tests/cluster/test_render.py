@@ -91,3 +91,19 @@ def test_ranks_of_a_pool_find_their_numbers_and_folder_and_are_no_het_component(
     assert argv[:2] == ["srun", "--mpi=pmi2"] and "--ntasks=3" in argv
     env = rank_environment(pool, SiteConfig(), "slurm", Role.ROLLOUT, 0, 4)
     assert (env["MILES_POOL"], env["MILES_FIRST_RANK"], env["MILES_FOLDER"]) == ("1", "1000", f"{pool.path}/pools/0001")
+
+
+def test_shared_gpus_are_one_job_with_room_for_both_steps():
+    config = load_config("configs/tiny_colocated.toml", ("cluster.trainer.memory_gb=10", "cluster.rollout.memory_gb=20", "cluster.rollout.cpus_per_rank=3",
+                                                         "cluster.trainer.nodes=3", "cluster.rollout.nodes=3"))
+    (job,) = components(render_job(config, "configs/tiny_colocated.toml", SiteConfig(account="acc")))
+    # 2 trainer ranks with 1 core, 2 rollout ranks with 3; 30 GB
+    assert {k: job[k] for k in ("nodes", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "mem", "account")} == {
+        "nodes": "3", "ntasks-per-node": "1", "cpus-per-task": "8", "gpus-per-node": "2", "mem": "28610M", "account": "acc"}
+
+
+def test_steps_on_shared_gpus_overlap(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_colocated.toml", (f"run.root={tmp_path}",)))
+    for role in Role:
+        argv = slurm_argv(run, SiteConfig(python="/env/bin/python"), role, "m")
+        assert argv[1] == "--overlap" and "--gpus-per-node=2" in argv and "--ntasks=2" in argv and not any(a.startswith("--het-group") for a in argv)

@@ -47,6 +47,12 @@ def test_an_in_place_pause_turns_overlapped_scheduling_off_so_that_version_spans
     assert "--disable-overlap-schedule" not in argv(config(**{"weights.pause": "'retract'"}), "cuda", DENSE)
 
 
+def test_an_engine_on_shared_gpus_can_release_its_memory():
+    c = load_config("configs/tiny_colocated.toml")
+    assert all("--enable-memory-saver" in argv(c, platform, DENSE) for platform in ("cpu", "cuda"))
+    assert "--enable-memory-saver" not in argv(config(), "cuda", DENSE)
+
+
 def test_engines_draw_different_random_numbers():
     c = config()
     seeds = [server_argv(c, platform="cpu", shape=DENSE, host="h", port=1, rank=r, weight_version=0)[11] for r in range(3)]

@@ -8,11 +8,13 @@ import h5py
 import numpy as np
 import pytest
 
+from miles.config import load_config
 from miles.core import ConfigError, Role
 from miles.report import read_run, render_html, render_text, report
 from miles.report.read import concatenate
 from miles.report.rows import lineage_rows, spread, weighted_mean
 from miles.report.text import size, sparkline
+from miles.rundir import RunDir
 from tests.report.synthetic import journal, queue_row, ready, step_row, write_log
 
 
@@ -301,3 +303,24 @@ def test_helpers():
     assert len(sparkline(list(range(1000)))) == 60
     joined = concatenate([{"time": np.array([2.0]), "a": np.array([1])}, {"time": np.array([1.0]), "b": np.array(["x"])}])
     assert joined["time"].tolist() == [1.0, 2.0] and joined["b"].tolist() == ["x", ""] and np.isnan(joined["a"][0])
+
+
+def test_turns_on_shared_gpus_are_shown_and_their_waiting_is_no_alarm(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_colocated.toml", (f"run.root={tmp_path}",)))
+    run.new_attempt(), run.new_epoch("trainer"), run.new_epoch("rollout")
+    journal(run, Role.ROLLOUT, 1, *(ready(g, g - 1) for g in (1, 2, 3)))
+    journal(run, Role.TRAINER, 1, *({"kind": "trained", "groups": [s], "step": s, "version": s - 1} for s in (1, 2, 3)))
+    write_log(run, 1, "trainer", 0, 1, steps=[step_row(s, 1, wait_s=3.0, turn_s=s / 10, resume_s=0.2, release_s=0.1) for s in (1, 2, 3)])
+    write_log(run, 1, "rollout", 0, 1, turns=[{"rank": 0, "version": v, "release_s": 0.5 * v, "away_s": 4.0, "resume_s": 1.0} for v in (1, 2, 3)],
+              queue=[queue_row(8, 2, 1) for _ in range(3)])
+    s = report(run.path)
+    assert s["turns"]["trainer"]["turn_s"]["median"] == pytest.approx(0.2) and s["turns"]["trainer"]["release_s"]["count"] == 3
+    assert (s["turns"]["engines"]["release_s"]["median"], s["turns"]["engines"]["away_s"]["max"]) == (1.0, 4.0)
+    assert s["waits"]["trainer_time"]["turn"] == pytest.approx((0.2 + 0.3) / 8) and s["waits"]["trainer_wait_share"] == pytest.approx(0.75)
+    assert "engines release 1.000 s, are without for 4.000 s" in render_text(s)
+    assert not any("waits" in a["text"] or "held back" in a["text"] for a in s["alarms"]) and not any("idles" in line for line in s["next"])
+
+
+def test_with_disjoint_gpus_there_are_no_turns(run):
+    s = report(run.path)
+    assert s["turns"] is None and "shared GPUs" not in render_text(s)

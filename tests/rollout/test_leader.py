@@ -107,3 +107,26 @@ def test_a_new_leader_plays_only_the_samples_that_are_not_on_disk(run):
     state = second.play(3)
     second.stop()
     assert state.groups[0].status is Status.READY and state.groups[0].samples == run.config.rollout.group_size
+
+
+def test_on_shared_gpus_every_rank_hears_that_the_batch_is_complete(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_colocated.toml", (f"run.root={tmp_path}",)))
+    run.new_attempt()
+    rollout, told = Rollout(run), []
+    rollout.leader._world.post_all = lambda message: told.append(message["over"])
+    rollout.play(6)
+    assert told[0] == -1 and told[-1] == NEWEST
+    assert rollout.leader._view.state.counts()["ready"] == run.config.trainer.groups_per_step
+    rollout.stop()
+
+
+def test_a_notice_ends_the_turn_of_the_engines_on_shared_gpus_alone(tmp_path, run):
+    for made, over in ((RunDir.create(load_config("configs/tiny_colocated.toml", (f"run.root={tmp_path}/c",))), NEWEST), (run, -1)):
+        made.new_attempt()
+        rollout, told = Rollout(made), []
+        rollout.leader._world.post_all = lambda message, told=told: told.append(message["over"])
+        asyncio.run(rollout.leader.tick())
+        rollout.leader.end_turn()
+        asyncio.run(rollout.leader.tick())
+        assert told[-1] == over
+        rollout.stop()

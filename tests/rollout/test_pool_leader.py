@@ -95,7 +95,7 @@ def test_ranks_are_told_of_the_engines_of_their_own_pool(side):
     side.tick()
     (engines,) = (m for m in side.told if m["kind"] == "engines")
     assert engines["table"] == {2000: {"url": "http://0", "version": 4, "active": 0}, 2001: {"url": "http://1", "version": 4, "active": 1}}
-    assert {"kind": "look"} in side.told
+    assert {"kind": "look", "over": -1} in side.told
 
 
 def test_it_shows_that_it_lives(side):

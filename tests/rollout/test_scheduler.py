@@ -270,6 +270,57 @@ def test_whatever_happens_each_trajectory_goes_to_an_engine_with_the_fewest(even
         act()
 
 
+def finish_group(sim, group):
+    sim.s.finished(group, 0), sim.s.finished(group, 1)
+    sim.step()
+
+
+def test_a_group_that_the_trainer_took_and_dropped_is_replaced_within_its_batch():
+    sim = Sim(rules(groups_per_version=2))
+    sim.step()
+    finish_group(sim, 0), finish_group(sim, 1)
+    sim.state.apply({"kind": "taken", "groups": [0, 1], "step": 1, "version": 0})
+    assert sim.step() == []
+    sim.state.apply({"kind": "drop", "group": 1, "reason": "digest"})
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [2]
+    finish_group(sim, 2)
+    assert sim.step() == []  # one taken, one ready: two
+
+
+def test_on_shared_gpus_the_turn_is_over_when_the_batch_is_complete_and_stays_so_until_a_newer_version():
+    sim = Sim(rules(groups_per_version=2))
+    sim.step()
+    assert sim.s.turn_over() == -1
+    finish_group(sim, 0)
+    assert sim.s.turn_over() == -1  # one group runs
+    finish_group(sim, 1)
+    assert sim.s.turn_over() == 0
+    sim.state.apply({"kind": "taken", "groups": [0, 1], "step": 1, "version": 0})
+    sim.state.apply({"kind": "trained", "groups": [0, 1], "step": 1, "version": 0})
+    assert sim.step() == [] and sim.s.turn_over() == 0  # trained, and the version that gives the turn is not there yet
+    sim.s.version_published(1)
+    assert sim.s.turn_over() == 0
+    sim.s.engine_up(0, 1), sim.s.engine_up(1, 1)
+    assert [a.group_id for a in sim.step() if isinstance(a, Start)] == [2, 3]
+
+
+def test_a_turn_without_anything_to_do_is_over_at_once():
+    sim = Sim(rules(groups_per_version=1, total_groups=1))
+    sim.step()
+    finish_group(sim, 0)
+    sim.state.apply({"kind": "trained", "groups": [0], "step": 1, "version": 0})
+    sim.s.version_published(1)
+    assert sim.s.turn_over() == 1  # the run needs no more groups
+
+
+def test_the_end_of_the_job_ends_the_turn_and_nothing_more_is_given_out():
+    sim = Sim(rules(groups_per_version=2))
+    sim.step()
+    sim.s.end_turn()
+    sim.s.finished(0, 0, "retried:engine")
+    assert sim.step() == [] and sim.s.turn_over() == 0
+
+
 # -- pools -------------------------------------------------------------------------------------------------------------------
 def test_an_engine_of_a_pool_brings_slots_and_has_no_more_than_these():
     sim = Sim(rules(in_flight=4), engines=2)

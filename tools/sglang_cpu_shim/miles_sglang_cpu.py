@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import sys
 import types
@@ -51,6 +52,9 @@ def register() -> None:
     # A debugging aid of SGLang imports megatron-core where it is installed, 2 s for nothing; None makes that import fail at once.
     sys.modules.setdefault("megatron.core", None)
     _fork_instead_of_spawn()
+    adapter = importlib.import_module("sglang.srt.utils.torch_memory_saver_adapter")
+    saver, without = HostMemorySaver(), adapter._TorchMemorySaverAdapterNoop()
+    adapter.TorchMemorySaverAdapter.create = staticmethod(lambda enable: saver if enable else without)
     proxy = _TorchWithoutPinning()
     for name in PINNING_MODULES:
         if name in sys.modules:  # the scheduler imported it before plugins ran; other processes never do
@@ -72,6 +76,66 @@ def _fork_instead_of_spawn() -> None:
         return result
 
     HookRegistry.register("sglang.srt.entrypoints.engine._set_envs_and_config", after, HookType.AFTER)
+
+
+class HostMemorySaver:
+    """What torch_memory_saver is to GPU memory (`--enable-memory-saver`), for tensors on the host.
+
+    Float tensors made inside `region(tag)` lose their memory with `pause(tag)` and get new memory at the same size with `resume(tag)`. As on a GPU, what
+    they held is gone: every byte is 0xFF then, which as a float is NaN, so that whatever is used without having been written again shows.
+    """
+
+    enabled = True
+    GARBAGE = 0xFF
+
+    def __init__(self):
+        self._made: dict[str, list] = {}  # tag -> weak references to storages
+        self._paused: dict[str, list] = {}  # tag -> (storage, bytes)
+
+    @contextlib.contextmanager
+    def region(self, tag: str, enable_cpu_backup: bool = False):
+        if enable_cpu_backup:
+            raise NotImplementedError("miles-sglang-cpu-shim: keeping a copy of released weights")
+        from torch.multiprocessing.reductions import StorageWeakRef
+        from torch.utils._python_dispatch import TorchDispatchMode
+        from torch.utils._pytree import tree_leaves
+
+        made = self._made.setdefault(tag, [])
+
+        class Record(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                import torch
+
+                out = func(*args, **(kwargs or {}))
+                # Floats alone: integers made there are SGLang's bookkeeping (which expert lies where), on the host beside a GPU too.
+                made.extend(StorageWeakRef(t.untyped_storage()) for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point())
+                return out
+
+        with Record():
+            yield
+
+    def pause(self, tag: str) -> None:
+        import torch
+
+        storages = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.get(tag, ())]  # None for what is gone
+        unique = {s._cdata: s for s in storages if s is not None and s.resizable()}
+        self._paused[tag] = [(s, s.nbytes()) for s in unique.values()]
+        for storage, _ in self._paused[tag]:
+            storage.resize_(0)
+
+    def resume(self, tag: str) -> None:
+        for storage, size in self._paused.pop(tag):
+            storage.resize_(size)
+            storage.fill_(self.GARBAGE)
+
+    def configure_subprocess(self):
+        return contextlib.nullcontext()
+
+    def cuda_graph(self, **kwargs):
+        return contextlib.nullcontext()
+
+    def disable(self):
+        return contextlib.nullcontext()
 
 
 class _TorchWithoutPinning(types.ModuleType):

@@ -1,0 +1,75 @@
+"""Rules and memory plan of trainer and engines on the same GPUs, and the rules that keep a schedule from standing still."""
+
+import pytest
+
+from miles.config import load_config, load_site
+from miles.config.memory import CONTEXT_GB, draft_plan
+from miles.config.scale import dev_scale
+from miles.config.schema import SiteConfig
+from miles.core import ConfigError
+
+COLOCATED = "configs/tiny_colocated.toml"
+SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
+         "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
+
+
+@pytest.mark.parametrize(("file", "changes", "message"), [
+    (COLOCATED, ("run.mode=async",),
+     "cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once.*expected disjoint GPUs.*set cluster.placement = 'disjoint'"),
+    (COLOCATED, ("cluster.rollout.nodes=2",), "cluster.trainer.nodes = 1 and cluster.rollout.nodes = 2; expected the same nodes.*set both"),
+    (COLOCATED, ("cluster.rollout.gpus_per_node=4",), "cluster.trainer.gpus_per_node = 2 and cluster.rollout.gpus_per_node = 4; expected the same"),
+    (COLOCATED, ("weights.transport=broadcast",), "NCCL takes a GPU once in a group; expected 'disk'; set weights.transport = 'disk'"),
+    (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache'"),
+    ("configs/tiny_async.toml", ("buffer.max_staleness=0",), "buffer.max_staleness = 0 in asynchronous mode drops everything.*expected >= 1; raise it"),
+    ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
+    (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
+    ("configs/tiny_async.toml", ("buffer.capacity_groups=3",), "buffer.capacity_groups = 3 never holds a step of 4 groups; expected >= 4; raise buffer.capacity"),
+    (COLOCATED, ("buffer.capacity_groups=1",), "buffer.capacity_groups = 1 never holds a step of 2 groups; expected >= 2; raise buffer.capacity"),
+])
+def test_what_cannot_work_is_refused_with_what_to_do(file, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(file, changes)
+
+
+def test_draft_layers_may_stay_on_the_gpu():
+    assert load_config(COLOCATED, ("engine.speculative={}", "engine.release=kv_cache")).engine.release == "kv_cache"
+
+
+def colocated(*changes):
+    return load_config(COLOCATED, ("trainer.layout.ep=1", *changes))
+
+
+def test_each_side_must_fit_beside_what_the_other_leaves_and_not_beside_all_of_it():
+    disjoint = draft_plan(colocated("cluster.placement=disjoint"), SiteConfig(), SMALL)
+    shared = draft_plan(colocated(), SiteConfig(), SMALL)
+    assert shared.stages[0].total_gb == pytest.approx(disjoint.stages[0].total_gb + CONTEXT_GB)
+    assert [i.name for i in shared.stages[0].items][-1] == "engine" and [i.name for i in shared.engine.items][-1] == "trainer"
+    assert shared.engine.items[-1].gb == CONTEXT_GB
+    # 4 layers of 4 x 1024^2 + 3 x 1024 x 4096 + 2 x 1024, embedding and head of 32000 x 1024, final norm: weights and two moments on one of two ranks, fp32
+    parameters = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 32000 * 1024 + 1024
+    host = 2 * (4 * parameters + 8 * parameters / 2) / 1e9
+    assert f"each node holds {host:.0f} GB of trainer state in host memory" in "\n".join(shared.notes)
+
+
+def test_weights_that_stay_on_the_gpu_count_in_the_trainers_phase():
+    everything, cache = (draft_plan(colocated(f"engine.release={r}"), SiteConfig(), SMALL) for r in ("all", "kv_cache"))
+    assert cache.stages[0].total_gb == pytest.approx(everything.stages[0].total_gb + everything.engine.items[0].gb)
+
+
+def test_a_gpu_that_fits_either_phase_is_enough_and_a_smaller_one_is_refused():
+    need = max(s.total_gb for s in draft_plan(colocated(), SiteConfig(), SMALL).stages)
+    assert draft_plan(colocated(), SiteConfig(gpu_memory_gb=need + 0.1), SMALL).problems == ()
+    assert "trainer stage 1 needs" in draft_plan(colocated(), SiteConfig(gpu_memory_gb=need - 0.1), SMALL).problems[0]
+
+
+def test_host_memory_that_cannot_take_the_trainers_state_is_refused():
+    plan = draft_plan(colocated("cluster.trainer.memory_gb=1"), SiteConfig(), SMALL)
+    assert any("go to host memory, cluster.trainer.memory_gb = 1; raise it" in p for p in plan.problems)
+
+
+def test_the_rehearsal_of_a_colocated_job_is_colocated():
+    small = dev_scale(load_config(COLOCATED, ("cluster.trainer.nodes=4", "cluster.rollout.nodes=4", "cluster.trainer.ranks_per_node=4", "cluster.trainer.gpus_per_node=4",
+                                              "cluster.rollout.gpus_per_node=4", "cluster.rollout.ranks_per_node=4")))
+    assert small.cluster.placement == "shared" and small.cluster.trainer.nodes == small.cluster.rollout.nodes == 2
+    assert small.cluster.trainer.gpus_per_node == small.cluster.rollout.gpus_per_node
+    assert load_site(small.cluster.site).mpi == "pmi2"
