@@ -71,7 +71,7 @@ class Trainer:
     def run(self) -> int:
         self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
         while self.step < self.config.run.steps:
-            start = time.time()
+            start, began = time.time(), time.monotonic()
             batch = self.feed.next(self.step + 1)
             if batch.plan.commit:
                 self.commit_checkpoint(wait=True)
@@ -91,7 +91,7 @@ class Trainer:
                 self.link.wake()
             last = self.step == self.config.run.steps
             self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last)
-            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.time() - start}
+            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1, "checkpoint_s": time.monotonic() - t2, "step_s": time.monotonic() - began}
             self.log_step(batch, metrics, published, times)
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 
 from miles.rundir import RunDir, publish_bytes
@@ -23,6 +25,9 @@ def write_ack(run: RunDir, ack: Ack) -> None:
 
 
 def read_acks(run: RunDir, epoch: int) -> dict[int, Ack]:
-    """Acknowledgements of the given rollout epoch by rank; those of older epochs are ignored."""
-    acks = (msgspec.json.decode(p.read_bytes(), type=Ack) for p in sorted(run.acks_dir.glob("rollout-*.json")))
+    """Acknowledgements of the given rollout epoch by rank; those of older epochs, or that cannot be read, are as if they were not there."""
+    acks = []
+    for path in sorted(run.acks_dir.glob("rollout-*.json")):
+        with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+            acks.append(msgspec.json.decode(path.read_bytes(), type=Ack))
     return {a.rank: a for a in acks if a.epoch == epoch}

@@ -11,6 +11,9 @@ numbers are never reused, also not after a restart from an older checkpoint, so 
 from __future__ import annotations
 
 import mmap
+import os
+import re
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miles.core import Role, StructureError
@@ -150,12 +154,16 @@ class WeightStore:
         final = self._path(version)
         tmp = temp_path(final)
         with explain_os_errors(final):
-            tmp.mkdir()
-            tensors, size, file_digest = save(tmp)
-            m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra)
-            m = msgspec.structs.replace(m, mark=_mark(m))
-            (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
-        publish_dir(tmp, final)
+            try:
+                tmp.mkdir()
+                tensors, size, file_digest = save(tmp)
+                m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra)
+                m = msgspec.structs.replace(m, mark=_mark(m))
+                (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
+                publish_dir(tmp, final)
+            except BaseException:
+                shutil.rmtree(tmp, ignore_errors=True)  # a full disk is not kept full by half a version
+                raise
         return m
 
     def retire(self, keep_keyframes: int) -> list[int]:
@@ -203,7 +211,12 @@ def _save_delta(path: Path, state: State, previous: State, base_digests: dict[st
 
 
 def _save_keyframe(path: Path, state: State) -> _Saved:
-    save_file({n: t.contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
+    try:
+        save_file({n: t.contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # its way to say what the operating system said
+        if (code := re.search(r"os error (\d+)", str(e))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from e
     with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _describe(state), len(data), xxhash.xxh3_128_hexdigest(data)
 
