@@ -109,7 +109,7 @@ class Leader:
 
     def _log_queue(self) -> None:
         self._logged = time.monotonic()
-        c, ages = self._view.state.counts(), self._view.state.waiting_ages(self._version)
+        c, ages = self._view.state.counts(), [float(age) for age in self._view.state.waiting_ages(self._version)]  # NaN when nothing waits
         self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
                       taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked),
                       waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=max(ages, default=float("nan")))
