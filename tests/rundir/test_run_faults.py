@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import json
 import os
 import subprocess
 import time
@@ -10,11 +11,13 @@ import time
 import msgspec
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from miles.buffer import BufferWriter, TrainerQueue, write_part
 from miles.cluster.progress import progress
 from miles.config import load_config
 from miles.core import ConfigError, EnvironmentFault, StaleEpochError
+from miles.engine import client
 from miles.log import RunLog
 from miles.rundir import RunDir, publish_bytes, remove_unfinished, temp_path
 from miles.session import SessionStore
@@ -121,6 +124,16 @@ def test_on_a_full_disk_each_writer_says_what_to_do_and_what_was_there_stays(dis
         run.log_path(1, "trainer", 0, 1).unlink()
     assert not list(run.weights_dir.glob(".*"))
     WRITERS[writer](run)
+
+
+def test_weights_that_find_no_room_on_their_way_to_an_engine_say_so(disk, tmp_path, monkeypatch):
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "num_hidden_layers": 1}))
+    save_file(state(), tmp_path / "model.safetensors")
+    monkeypatch.setattr(client, "HANDOVER", disk)
+    fill(disk)
+    with pytest.raises(EnvironmentFault, match="(?s)cannot hand weights over.*enlarge"):
+        asyncio.run(client.EngineClient("http://127.0.0.1:1", "token", tmp_path, max_context=8).update_tensors(state(1), 2))
+    assert [p.name for p in disk.iterdir()] == ["filler"]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
