@@ -276,13 +276,18 @@ def trajectories(data: RunData, ok: Table) -> dict[str, Any]:
     sums over its leaves."""
     table = data.tables.get("trajectories")
     if not table:
-        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}, "moved": 0}
+        return {"count": 0, "status": {}, "finish": {}, "mismatches": {}, "moved": 0, "resumed": {"count": 0, "turns": 0, "abandoned_turns": 0}}
     return {
         "count": len(table["status"]),
         "status": dict(Counter(table["status"].tolist())),
         "finish": dict(Counter(ok["finish"].tolist())) if ok else {},
         "mismatches": mismatches(data),
-        "moved": int((ok["moves"] > 0).sum()) if "moves" in ok else 0,  # their engine died, another went on
+        "moved": int((ok["moves"] > 0).sum()) if ok else 0,  # their engine died, another went on
+        "resumed": {  # begun by a process that was killed: turns that were taken from disk, and turns there that the environment made useless
+            "count": int((ok["resumed_turns"] > 0).sum()) if ok else 0,
+            "turns": int(ok["resumed_turns"].sum()) if ok else 0,
+            "abandoned_turns": int(ok["abandoned_turns"].sum()) if ok else 0,
+        },
         "leaves": spread(ok.get("leaves")),
         "turns": spread(ok.get("turns")),
         "tokens": spread(ok.get("tokens")),

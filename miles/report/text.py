@@ -162,6 +162,9 @@ def _engines(s: dict[str, Any]) -> list[str]:
             + ", ".join(f"{k} {v}" for k, v in sorted(t["finish"].items()))
             + (f"   moved to another engine: {t['moved']}" if t["moved"] else "")
         )
+        if t["resumed"]["turns"] or t["resumed"]["abandoned_turns"]:
+            r = t["resumed"]
+            out.append(f"  continued after a kill: {r['count']}, with {r['turns']} turns from disk; turns on disk that no longer fitted: {r['abandoned_turns']}")
         out.append(f"  turns {_spread(t['turns'], '.0f')}; tokens {_spread(t['tokens'], '.0f')}; seconds {_spread(t['seconds'], '.1f')}")
         if t["leaves"].get("max", 1) > 1:
             out.append(f"  leaves {_spread(t['leaves'], '.0f')}")

@@ -30,7 +30,9 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
     while not life.done():
         for source, message in world.poll():
             if message["kind"] == "assign":
-                worker.assign(message["group"], message["sample"], message["task"])
+                worker.assign(message["group"], message["sample"], message["task"], message["held_by"])
+            elif message["kind"] == "release":
+                worker.release(message["samples"])
             elif message["kind"] == "engines":
                 worker.engines(message["table"])
             elif message["kind"] == "look":

@@ -58,6 +58,10 @@ class Leader:
                 for group, sample, engine in message["moved"]:
                     self._scheduler.moved(group, sample, engine)
                 self._urls[rank] = message["url"]
+            case "held":
+                useless = [(group, sample) for group, sample, turns in message["samples"] if not self._scheduler.held(rank, group, sample, turns)]
+                if useless:
+                    self._world.post(rank, {"kind": "release", "samples": useless})
             case "down":
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)
@@ -96,8 +100,8 @@ class Leader:
         match action:
             case Start(group_id, task_id, retry_of):
                 self._writer.start(group_id, task_id, retry_of)
-            case Assign(group_id, sample, task_id, rank):
-                self._world.post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id})
+            case Assign(group_id, sample, task_id, rank, held_by):
+                self._world.post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id, "held_by": held_by})
                 return
             case Seal(group_id, samples):
                 await asyncio.to_thread(self._writer.seal, group_id, list(samples))

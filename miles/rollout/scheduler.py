@@ -4,7 +4,7 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones;
+- a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -33,12 +33,13 @@ class Start:
 
 @dataclass(frozen=True)
 class Assign:
-    """Run one trajectory on a rank's engine."""
+    """Run one trajectory on a rank's engine. `held_by`: the rank that has its first turns on disk."""
 
     group_id: int
     sample: int
     task_id: str
     rank: int
+    held_by: int | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ class Scheduler:
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, int] = {}  # sample -> rank
+        self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
         self._active: Counter[int] = Counter()  # rank -> how many of them
         self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
         self._complete: list[int] = []  # open groups of which every sample has ended
@@ -115,6 +117,13 @@ class Scheduler:
             self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
+
+    def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
+        """A process of this rank was killed while it played the sample, and that many turns are on disk. Whether they are of use."""
+        if (group_id, sample) not in self._waiting:
+            return False
+        self._held[group_id, sample] = max((turns, rank), self._held.get((group_id, sample), (0, rank)))
+        return True
 
     def engine_down(self, rank: int) -> None:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
@@ -175,10 +184,11 @@ class Scheduler:
                     return
                 yield start
             group_id, sample = self._waiting.popleft()
-            rank = self._least_active()
+            _, held_by = self._held.pop((group_id, sample), (0, None))
+            rank = held_by if held_by in self._engines else self._least_active()
             self._running[group_id, sample] = rank
             self._load(rank, +1)
-            yield Assign(group_id, sample, self._open[group_id].task_id, rank)
+            yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
 
     def _next_start(self) -> Start | None:
         again = self._to_retry()

@@ -7,7 +7,8 @@
         tell the leader "down"; running trajectories go on with the engine of another rank
 
 A sample is one episode of the environment played through a session: every token of it comes from the engine's replies, its trajectories (one,
-or one for each kept leaf of a branching history) are published as a part file, and only then is the leader told.
+or one for each kept leaf of a branching history) are published as a part file, and only then is the leader told. Its session is on disk turn by turn: a
+sample whose rank was killed is played again in a fresh sandbox, and as long as its requests are the same, its replies are those of the first time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import asyncio
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from miles.buffer import write_part
@@ -40,12 +41,23 @@ from miles.session import (
     SessionStore,
     load_replay,
     reproducer,
+    stored_sessions,
 )
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
 KEEP_DROPPED = 20  # reproducers of dropped trajectories that one rank writes
 SESSION_PORTS = 1000  # session servers take ports from engine.port_base + this
+
+
+def sample_name(group: int, sample: int) -> str:
+    """Session id and routing key of a sample's trajectory."""
+    return f"g{group:08d}s{sample:03d}"
+
+
+def sample_of(name: str) -> tuple[int, int]:
+    group, _, sample = name[1:].partition("s")
+    return int(group), int(sample)
 
 
 def engine_host(config: MilesConfig) -> str:
@@ -80,9 +92,16 @@ class Worker:
         self._logged = 0.0
 
     # -- what the message pump calls -----------------------------------------------------------------------------------------
-    def assign(self, group: int, sample: int, task: str) -> None:
-        """Start one trajectory."""
-        job = asyncio.create_task(self._trajectory(group, sample, self._tasks[task]))
+    def assign(self, group: int, sample: int, task: str, held_by: int | None) -> None:
+        """Start one trajectory, or go on with it: `held_by` is the rank whose session file has its first turns."""
+        self._begin(self._trajectory(group, sample, self._tasks[task], held_by))
+
+    def release(self, samples: Sequence[tuple[int, int]]) -> None:
+        """Let go of held (group, sample) pairs: their parts are there, or their groups are closed."""
+        self._begin(self._service.release([sample_name(*s) for s in samples]))
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        job = asyncio.create_task(work)
         self._running.add(job)
         job.add_done_callback(self._running.discard)
 
@@ -112,6 +131,7 @@ class Worker:
     async def run(self) -> None:
         """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times."""
         lease = await self._serve()
+        self._report({"kind": "held", "samples": [(*sample_of(name), len(turns)) for name, (_, turns) in self._service.held.items()]})
         deaths = 0
         try:
             while not self._stopping.is_set():
@@ -182,37 +202,46 @@ class Worker:
         return self._process.alive and not self._stopping.is_set()
 
     # -- trajectories --------------------------------------------------------------------------------------------------------
-    async def _trajectory(self, group: int, sample: int, task: Task) -> None:
-        start, cause, leaves = time.monotonic(), None, []
+    async def _trajectory(self, group: int, sample: int, task: Task, held_by: int | None) -> None:
+        start, session, cause, leaves = time.monotonic(), None, None, []
         try:
-            leaves = await self._play(group, sample, task)
+            session = await self._open(group, sample, held_by)
+            leaves = await self._play(session, group, sample, task)
             await asyncio.to_thread(write_part, self._run, self._epoch, leaves)
         except StructureError as e:
             cause = f"dropped:{e.cause}"
+            if session is not None:
+                self._keep_dropped(session, task, e)
         except EnvironmentFault as e:
             cause = "retried:environment" if self._engines.living(self._rank) else "retried:engine"
             print(f"g{group}s{sample} {task.name}: {e}", flush=True)
+        finally:
+            if session is not None:
+                self._samples.pop(session.id)
+                self._service.close(session)  # on disk it is open until the part is there
         if cause and self._stopping.is_set():
             return  # the run is complete and the engine is gone: nobody waits for this one
         self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start)
         self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
+        if session is not None:
+            await self._service.forget(session)
 
-    async def _play(self, group: int, sample: int, task: Task) -> list[Trajectory]:
-        session = self._service.open(f"g{group:08d}s{sample:03d}", rank=self._rank)
+    async def _open(self, group: int, sample: int, held_by: int | None) -> Session:
+        """The sample's session; when another rank has played a part of it, which is in that rank's file, it goes on from there."""
+        name, held = sample_name(group, sample), None
+        if held_by not in (None, self._rank):
+            held = (await asyncio.to_thread(stored_sessions, self._run.sessions_dir, held_by)).get(name)
+        session = await self._service.open_trajectory(name, rank=self._rank, held=held)
         self._samples[session.id] = (group, sample)
-        try:
-            if self._harness:
-                episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
-            else:
-                episode = await run_episode(task, session.chat, self._limits)
-            return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
-                                        meta={"rank": self._rank, "env_s": episode.env_s})
-        except StructureError as e:
-            self._keep_dropped(session, task, e)
-            raise
-        finally:
-            self._samples.pop(session.id)
-            self._service.close(session)
+        return session
+
+    async def _play(self, session: Session, group: int, sample: int, task: Task) -> list[Trajectory]:
+        if self._harness:
+            episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
+        else:
+            episode = await run_episode(task, session.chat, self._limits)
+        return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
+                                    meta={"rank": self._rank, "env_s": episode.env_s})
 
     def _keep_dropped(self, session: Session, task: Task, error: StructureError) -> None:
         """Write what makes this refusal again to RUN/attempts/NNNN/dropped/SAMPLE.CAUSE.json: the first few of each rank, since one cause repeats."""
@@ -247,6 +276,7 @@ def _figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
         "tokens": sum(len(t.tokens) for t in leaves), "sampled_tokens": sum(t.sampled_tokens for t in leaves),
         "prompt_tokens": sum(t.prompt_tokens for t in leaves), "cached_tokens": sum(t.cached_tokens for t in leaves),
         "cacheable_tokens": sum(t.cacheable_tokens for t in leaves), "reused_tokens": sum(t.meta["reused_tokens"] for t in leaves),
-        "moves": first.meta["moves"] if first else 0, "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
+        "moves": first.meta["moves"] if first else 0, "resumed_turns": first.meta["resumed_turns"] if first else 0,
+        "abandoned_turns": first.meta["abandoned_turns"] if first else 0, "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
         "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1), "finish": first.finish_reason if first else "",
     }

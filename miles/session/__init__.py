@@ -24,12 +24,12 @@ from miles.session.service import (
     SessionService,
     TooManySessions,
 )
-from miles.session.store import SessionStore
+from miles.session.store import SessionStore, Stored, stored_sessions
 from miles.session.tokenize import ChatTokenizer
 from miles.session.verify import verify
 
 __all__ = [
     "Assembled", "ChatReply", "ChatTokenizer", "Checkpoint", "Engine", "Engines", "History", "Leaf", "Session", "SessionBusy", "SessionLimits",
-    "SessionServer", "SessionService", "SessionStore", "TooManySessions", "assemble", "assemble_leaves", "is_exact", "load_replay", "read_history",
-    "reproducer", "settle_collector", "to_trajectories", "verify",
+    "SessionServer", "SessionService", "SessionStore", "Stored", "TooManySessions", "assemble", "assemble_leaves", "is_exact", "load_replay", "read_history",
+    "reproducer", "settle_collector", "stored_sessions", "to_trajectories", "verify",
 ]

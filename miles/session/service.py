@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from miles.session.affinity import NOWHERE, Engines, Place
 from miles.session.assemble import to_trajectories
 from miles.session.history import Checkpoint, History, Match, Message, check_messages
 from miles.session.replay import Replay, strict
-from miles.session.store import Answered, Closed, Opened, SessionStore
+from miles.session.store import Answered, Closed, Opened, SessionStore, Stored
 from miles.session.stream import ReplyStream
 from miles.session.tokenize import ChatTokenizer
 from miles.session.tokens import TokenLine
@@ -87,11 +87,14 @@ class Session:
         self.engine_s = 0.0
         self.opened = wall  # unix seconds
         self._age, self._since = max(0.0, time.time() - wall), time.monotonic()  # of one that was restored, as old as the wall clock says
+        self.trajectory = False  # played by this process
         self._service = service
         self._busy = False
         self._requests = 0
         self._tools: dict[int, list[dict[str, Any]] | None] = {}  # of each first turn, and so of all that go on from it
         self._line = TokenLine()
+        self._stored: deque[Answered] = deque()  # turns of the same trajectory that are on disk and not asked for again yet
+        self.resumed_turns = self.abandoned_turns = 0  # of those: given again, and left because the conversation went another way
         self._computed: list[np.ndarray] = []  # int32, tokens of earlier requests whose KV the engine has, without those that later ones extend
         self._computed_at: Place | None = None  # who has them
 
@@ -126,8 +129,11 @@ class Session:
         self._busy = True
         commit = None
         try:
-            match, reply, checkpoint = await self._answer(check_messages(messages, self.history.messages), max_tokens, check_tools(tools), tuple(stop), seed, on_delta)
-            if checkpoint is not None and (commit := self._commit(match, checkpoint, tools or None)) is not None:
+            match, reply, checkpoint, stored = await self._answer(check_messages(messages, self.history.messages), max_tokens, check_tools(tools), tuple(stop),
+                                                                  seed, on_delta)
+            if stored is not None:
+                self._take_stored(match.kept, checkpoint, stored)
+            elif checkpoint is not None and (commit := self._commit(match, checkpoint, tools or None)) is not None:
                 await asyncio.shield(commit)
             return reply
         except StructureError as e:
@@ -138,7 +144,8 @@ class Session:
                 self._busy = False
 
     async def _answer(self, messages: list[Message], max_tokens: int | None, tools: list[dict[str, Any]] | None, stop: tuple[str, ...], seed: int | None,
-                      on_delta: Callable[[dict[str, str]], None] | None) -> tuple[Match, ChatReply, Checkpoint | None]:
+                      on_delta: Callable[[dict[str, str]], None] | None) -> tuple[Match, ChatReply, Checkpoint | None, Answered | None]:
+        """What the request goes on from, its reply, the turn (None where the budget left no room), and its record where it is on disk already."""
         service, limits, chat = self._service, self._service.limits, self._service.chat_tokenizer
         match = self.history.match(messages, service.replay)
         kept, appended = match.kept, match.appended
@@ -154,15 +161,36 @@ class Session:
                                  cause="request:template") from e
         room = min(limits.max_turn_tokens, limits.max_session_tokens - len(before) - len(new), max_tokens or limits.max_turn_tokens)
         if room < 1:
-            return match, ChatReply("", "length", None), None
+            return match, ChatReply("", "length", None), None, None
         input_ids = self._line.extend(before, new)
         stream = None if on_delta is None else ReplyStream(chat, stop, bool(tools), on_delta)
         sampling = Sampling(max_new_tokens=room, temperature=limits.temperature, stop_token_ids=chat.stop_ids, stop=stop, seed=seed)
-        turn = await self._generate(input_ids, sampling, max(len(before) - 1, 0), stream)
+        stored = self._next_stored(kept, new, tools)
+        turn = to_turn(stored, input_ids) if stored else await self._generate(input_ids, sampling, max(len(before) - 1, 0), stream)
         reply = await self._read(kept, turn, tools, stop)
         if stream is not None:
             stream.finish(reply.message)
-        return match, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids))
+        return match, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids)), stored
+
+    def _next_stored(self, kept: History, new: list[int], tools: list[dict[str, Any]] | None) -> Answered | None:
+        """The turn that a predecessor got for exactly these tokens, if that is what came next then. Otherwise the conversation goes another way (a
+        command printed something else this time): what was stored from here on belongs to no conversation any more."""
+        if not self._stored:
+            return None
+        record = self._stored[0]
+        if (record.kept, record.parent) == (len(kept.nodes), kept.head) and record.new_ids == np.asarray(new, dtype=np.int32).tobytes() \
+                and (kept.last is not None or record.tools == (tools or None)):
+            return record
+        self.abandoned_turns += len(self._stored)
+        self._stored.clear()
+        return None
+
+    def _take_stored(self, kept: History, checkpoint: Checkpoint, record: Answered) -> None:
+        """The engine's cache and its counts are of the first time; nothing is written."""
+        self._stored.popleft()
+        self.resumed_turns += 1
+        self._add(kept, replace(checkpoint, cacheable_tokens=record.cacheable, reused_tokens=record.reused), record.tools)
+        self._count(record)
 
     async def _generate(self, input_ids: np.ndarray, sampling: Sampling, routes_from: int, stream: ReplyStream | None) -> Turn:
         """One turn from the session's engine; from another, with the same tokens, when that one has died."""
@@ -235,6 +263,10 @@ class Session:
         if kept.last is None:
             self._tools[self.history.head] = tools
 
+    def hold(self, turns: list[Answered]) -> None:
+        """Give these turns again to the requests that they answered."""
+        self._stored.extend(turns)
+
     def restore(self, turns: list[Answered]) -> None:
         """Continue from what a predecessor wrote. Its engine's cache is gone."""
         for record in turns:
@@ -245,8 +277,11 @@ class Session:
             checkpoint = Checkpoint(tuple(record.appended), record.reply, turn, line=self._line.extend(inputs, turn.output_ids),
                                     cacheable_tokens=record.cacheable, reused_tokens=record.reused)
             self._add(kept, checkpoint, record.tools)
-            for name, value in record.counters.items():
-                setattr(self, name, Counter(value) if isinstance(value, dict) else value)
+            self._count(record)
+
+    def _count(self, record: Answered) -> None:
+        for name, value in record.counters.items():
+            setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
     async def _read(self, kept: History, turn: Turn, tools: list[dict[str, Any]] | None, stop: tuple[str, ...]) -> ChatReply:
         """What the turn's tokens say: reasoning, content, tool calls. A reply that was cut has no calls."""
@@ -265,7 +300,7 @@ class Session:
             self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
             seconds=self.age,
             meta={"retried_turns": self.retries, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
-                  "engine_s": self.engine_s, **(meta or {})},
+                  "engine_s": self.engine_s, "resumed_turns": self.resumed_turns, "abandoned_turns": self.abandoned_turns, **(meta or {})},
         )
 
 
@@ -274,11 +309,15 @@ class SessionService:
 
     def __init__(self, engines: Engines, chat_tokenizer: ChatTokenizer, limits: SessionLimits, *, replay: Replay = strict, branching: bool = False,
                  store: SessionStore | None = None):
-        """With a `store`, sessions may be durable; those that its predecessors left open are open from the start. `branching`: a request that does not
-        go on from the last turn opens a branch of its session's history, and is not refused."""
+        """With a `store`, sessions may be durable; those that its predecessors left open are open from the start, or `held` until their trajectory is
+        played again. `branching`: a request that does not go on from the last turn opens a branch of its session's history, and is not refused."""
         self.engines, self.chat_tokenizer, self.limits, self.replay, self.branching, self.store = engines, chat_tokenizer, limits, replay, branching, store
         self.sessions: dict[str, Session] = {}
+        self.held: dict[str, Stored] = {}  # unfinished trajectories of predecessors, by id
         for opened, turns in store.restored.values() if store else ():
+            if opened.trajectory:
+                self.held[opened.id] = (opened, turns)
+                continue
             session = Session(self, opened.id, opened.routing_key, opened.version, NOWHERE, durable=True, wall=opened.wall)
             session.restore(turns)
             self.sessions[opened.id] = session
@@ -301,7 +340,7 @@ class SessionService:
     async def open_durable(self, routing_key: str, session_id: str | None = None, *, rank: int | None = None) -> Session:
         """Like `open`, for a conversation whose other end survives this process: it is on disk, and so is each turn before its answer."""
         await self._expire()
-        if sum(s.durable for s in self.sessions.values()) >= self.limits.max_sessions:
+        if sum(s.durable and not s.trajectory for s in self.sessions.values()) >= self.limits.max_sessions:
             raise TooManySessions(f"{self.limits.max_sessions} sessions are open on this server", "fewer than rollout.max_sessions",
                                   "finish one, or come back later")
         session = self.open(routing_key, session_id, rank=rank)
@@ -313,6 +352,30 @@ class SessionService:
                 self.close(session)
                 raise
         return session
+
+    async def open_trajectory(self, name: str, *, rank: int | None = None, held: Stored | None = None) -> Session:
+        """The session of a trajectory that this process plays; `name` is its id and routing key. It is on disk, and so is each turn before its answer.
+
+        When a predecessor has played a part of it (`held`, read from another rank's file, or kept by this service), the same requests get the same turns
+        again, without the engine, up to the last one that was answered; from where a request differs, the engine is asked. Raises like `open`.
+        """
+        session = self.open(name, name, rank=rank)
+        known = self.held.pop(name, None)  # in this store's file already
+        opened, turns = known or held or (Opened(name, name, session.opened_at, session.opened, trajectory=True), [])
+        session.opened_at, session.durable, session.trajectory = opened.version, True, True
+        session.hold(turns)
+        if known is None:
+            try:
+                await self.store.append(opened, *turns)
+            except BaseException:
+                self.close(session)
+                raise
+        return session
+
+    async def release(self, names: Iterable[str]) -> None:
+        """Let go of held trajectories that nobody will play again."""
+        if gone := [n for n in names if self.held.pop(n, None)]:
+            await self.store.append(*map(Closed, gone))
 
     def close(self, session: Session) -> None:
         """Forget a session. Its turns stay with whoever holds it."""
@@ -328,7 +391,7 @@ class SessionService:
 
     async def _expire(self) -> None:
         """Sessions whose harness never finished them."""
-        for session in [s for s in self.sessions.values() if s.durable and s.age > self.limits.deadline_s]:
+        for session in [s for s in self.sessions.values() if s.durable and not s.trajectory and s.age > self.limits.deadline_s]:
             await self.forget(session)
 
 

@@ -1,4 +1,5 @@
-"""Open sessions on disk, so that a server that was killed continues them.
+"""Open sessions on disk, so that a process that was killed continues them: those of harnesses outside, whose next request comes, and those of the run's
+own trajectories, which are played again up to the turn that was answered last.
 
     RUN/sessions/r003.e0007.0002.log     rank 3, epoch 7 of the rollout role, second file of that process
 
@@ -39,6 +40,7 @@ class Opened(msgspec.Struct, tag="open", omit_defaults=True):
     routing_key: str
     version: int  # weight version served at its opening
     wall: float  # unix seconds
+    trajectory: bool = False  # of a trajectory that this run plays: it goes on when that is played again, not with the next request
 
 
 class Answered(msgspec.Struct, tag="turn", omit_defaults=True):
@@ -71,6 +73,7 @@ class Closed(msgspec.Struct, tag="close"):
 
 
 Record = Opened | Answered | Closed
+Stored = tuple[Opened, list[Answered]]  # a session as it stands
 _encoder, _decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(Record)
 
 
@@ -91,9 +94,9 @@ def read_frames(data: bytes) -> Iterator[Record]:
         at += _FRAME.size + length
 
 
-def open_sessions(records: Iterable[Record]) -> dict[str, tuple[Opened, list[Answered]]]:
+def open_sessions(records: Iterable[Record]) -> dict[str, Stored]:
     """Sessions that were not closed, with their turns as they stand. Pure."""
-    found: dict[str, tuple[Opened, list[Answered]]] = {}
+    found: dict[str, Stored] = {}
     for record in records:
         match record:
             case Opened():
@@ -106,18 +109,31 @@ def open_sessions(records: Iterable[Record]) -> dict[str, tuple[Opened, list[Ans
     return found
 
 
+def stored_sessions(folder: Path, rank: int) -> dict[str, Stored]:
+    """What the newest process of a rank, dead or alive, has on disk."""
+    while files := sorted(folder.glob(f"{_stem(rank)}.e*.log")):
+        try:
+            return open_sessions(read_frames(files[-1].read_bytes()))
+        except FileNotFoundError:
+            continue  # replaced by a newer one since it was listed
+    return {}
+
+
+def _stem(rank: int) -> str:
+    return f"r{rank:03d}"
+
+
 class SessionStore:
     """The file of one server process. `restored`: the sessions that its predecessors left open. Use `append` in one event loop."""
 
     def __init__(self, folder: Path, rank: int, epoch: int, fence: Callable[[], None] = lambda: None):
         """`fence` raises StaleEpochError when another process has taken over; asked before each answer."""
-        self._folder, self._stem, self._fence = folder, f"r{rank:03d}", fence
+        self._folder, self._stem, self._fence = folder, _stem(rank), fence
         fence()
         folder.mkdir(exist_ok=True)
         remove_unfinished(folder, f"{self._stem}.")
         self._number, self._epoch = 0, epoch
-        files = sorted(folder.glob(f"{self._stem}.e*.log"))
-        self.restored = open_sessions(read_frames(files[-1].read_bytes())) if files else {}
+        self.restored = stored_sessions(folder, rank)
         self._waiting: list[tuple[bytes, asyncio.Future]] = []
         self._writing = False
         self._thread = ThreadPoolExecutor(1, "sessions")
@@ -184,7 +200,7 @@ class SessionStore:
                 log.warning("%s stays in use: %s", path, e)
                 self._rotate_at = 2 * self._size
 
-    def _begin(self, live: dict[str, tuple[Opened, list[Answered]]]) -> None:
+    def _begin(self, live: dict[str, Stored]) -> None:
         """Go on in a new file that begins with these sessions. The old one stays in use when that fails."""
         path = self._folder / f"{self._stem}.e{self._epoch:04d}.{self._number + 1:06d}.log"
         with explain_os_errors(path):

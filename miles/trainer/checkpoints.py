@@ -18,7 +18,7 @@ import torch.distributed as dist
 from miles.buffer import Frontier
 from miles.comm import World
 from miles.core import EnvironmentFault, Role
-from miles.rundir import RunDir, publish_dir, remove_tree
+from miles.rundir import RunDir, publish_dir, remove_tree, remove_unfinished
 from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
 
 
@@ -61,8 +61,7 @@ class Checkpoints:
         """
         if self._world.leader:
             self._run.check_epoch(Role.TRAINER, self._epoch)
-            for unfinished in self._dir.glob(".*"):  # of a trainer that was killed while it wrote or removed one
-                remove_tree(unfinished)
+            remove_unfinished(self._dir)
         steps = self._agreed_steps()
         passed_over = []
         for step in reversed(steps):

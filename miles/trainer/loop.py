@@ -33,8 +33,9 @@ from miles.trainer.feed import Batch, Feed
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.weights.mapping import export_hf
+from miles.weights.patch import State
 from miles.weights.publish import Published, Publisher
-from miles.weights.store import State, WeightStore
+from miles.weights.store import WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
 
@@ -100,9 +101,13 @@ class Trainer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
-        """Collective: gather the weights on the leader, which gives them to the engines."""
-        state: State = {name: tensor.clone() for name, tensor in export_hf(self.model.chunks, self.model.arch)}
-        return self.publisher.publish(self.step, state) if self.publisher is not None else None
+        """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines."""
+        tensors = export_hf(self.model.chunks, self.model.arch)
+        if self.publisher is not None:
+            return self.publisher.publish(self.step, tensors)
+        for _ in tensors:
+            pass  # the others send their shares
+        return None
 
     def checkpoint(self, *, due: bool, wait: bool) -> None:
         """Collective: go on with the checkpoint in progress; when one is `due`, start that of `self.step`: weights, optimizer, random state, and where

@@ -30,6 +30,10 @@ class BroadcastGroup:
         self.name = f"{name}-{self.port}"  # torch refuses a name twice in one process
         self._group: dist.ProcessGroup | None = None
 
+    @property
+    def joined(self) -> bool:
+        return self._group is not None
+
     def join(self) -> None:
         """Meet the engines. Raises EnvironmentFault when one does not come within the timeout."""
         backend = "nccl" if torch.cuda.is_available() else "gloo"

@@ -47,6 +47,8 @@ from miles.weights.kernels import ESCAPE, Scratch, find, scatter
 
 State = dict[str, torch.Tensor]
 """Hugging Face name -> CPU tensor."""
+Tensors = Iterable[tuple[str, torch.Tensor]]
+"""The same one after the other, as a trainer gathers them."""
 
 _MAGIC = b"MILESPT1"
 _FOOTER = 8 + 16 + len(_MAGIC)
@@ -98,29 +100,38 @@ class Written:
     tensors: dict[str, tuple[str, bool]]  # name -> digest of the new tensor, whether it changed
 
 
-def write_patch(out: BinaryIO, new: State, old: State, base_digests: dict[str, str] | None = None) -> Written:
-    """Write the patch from `old` to `new`. A tensor that `old` lacks, or has in another shape or dtype, goes whole.
+def write_patch(out: BinaryIO, new: Tensors, old: State, base_digests: dict[str, str] | None = None, *, advance: bool = False) -> Written:
+    """Write the patch from `old` to `new`. A tensor that `old` lacks, or has in another shape or dtype, goes whole. `new` may be a generator: a tensor of
+    it is let go of when it is written.
 
-    base_digests: `digest` of each of `old`'s tensors, where they are known; otherwise they are taken here.
+    base_digests: `digest` of each of `old`'s tensors, where they are known; otherwise they are taken here. advance: make `old` the new state, block by
+    block, while each is in the cache; `old` must own its memory, and is of no use when this raises.
     """
     out.write(_MAGIC)
     size = len(_MAGIC)
-    jobs: list[tuple[np.ndarray, np.ndarray | None]] = []
     heads = []
-    for name, tensor in new.items():
-        base = old.get(name)
-        if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
-            base = None
-        parts = blocks(tensor)
-        jobs += zip(parts, blocks(base) if base is not None else [None] * len(parts), strict=True)
-        stated = "" if base is None else base_digests[name] if base_digests else digest(base)
-        heads.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), stated, len(parts)))
+
+    def jobs() -> Iterator[tuple[np.ndarray, np.ndarray | None, bool]]:
+        for name, tensor in new:
+            base = old.get(name)
+            if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
+                base = None
+            parts = blocks(tensor)
+            stated = "" if base is None else base_digests[name] if base_digests else digest(base)
+            heads.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), stated, len(parts)))
+            if advance and base is None:
+                old[name] = tensor
+            yield from ((part, held, advance) for part, held in zip(parts, blocks(base) if base is not None else [None] * len(parts), strict=True))
+
     records = []
-    for record, payload in _in_order(_encode, jobs):
+    for record, payload in _in_order(_encode, jobs()):
         records.append(record)
         for stream in payload:
             out.write(stream)
             size += len(stream)
+    if advance:
+        for gone in old.keys() - {head[0] for head in heads}:
+            del old[gone]
     rest, tensors = iter(records), []
     for name, shape, dtype, stated, count in heads:
         mine = [next(rest) for _ in range(count)]
@@ -131,9 +142,16 @@ def write_patch(out: BinaryIO, new: State, old: State, base_digests: dict[str, s
     return Written(size + len(index) + _FOOTER, mark.hex(), {t.name: (t.digest, not t.base or any(b.kind != "same" for b in t.blocks)) for t in tensors})
 
 
-def _encode(new: np.ndarray, old: np.ndarray | None) -> tuple[_Block, list[bytes]]:
+def _encode(new: np.ndarray, old: np.ndarray | None, advance: bool) -> tuple[_Block, list[bytes]]:
     if old is None:
         return _dense(new, _planes(new))
+    encoded = _encode_changes(new, old)
+    if advance and encoded[0].kind != "same":
+        old[:] = new
+    return encoded
+
+
+def _encode_changes(new: np.ndarray, old: np.ndarray) -> tuple[_Block, list[bytes]]:
     mark = xxhash.xxh3_128()
     symbols, signs, magnitudes = find(new, old, _local.scratch, mark.update)
     result = mark.digest()
@@ -173,7 +191,7 @@ def _digest(streams: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(streams))
 
 
-def _in_order(function: Callable, jobs: list[tuple]) -> Iterator[Any]:
+def _in_order(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
     """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held."""
     flight: deque[Future] = deque()
     try:

@@ -15,7 +15,8 @@ from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks
 from miles.weights.broadcast import BroadcastGroup
-from miles.weights.store import Manifest, State, WeightStore
+from miles.weights.patch import State, Tensors
+from miles.weights.store import Manifest, WeightStore
 
 Checksum = Callable[[State], str]
 
@@ -30,7 +31,7 @@ class Published:
 
 
 class Publisher:
-    """Holds the last published state on the host: the base of the next delta, and what a late engine is sent."""
+    """Holds the last published state on the host, once: the base of the next delta, and what a late engine is sent."""
 
     def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0):
         """`after`: a version that was published for certain, whatever is left of the files."""
@@ -44,20 +45,23 @@ class Publisher:
         self._groups_made = 0
         self.version = max(store.newest() or 0, after)  # numbers go on where any earlier epoch stopped
 
-    def publish(self, step: int, state: State) -> Published:
-        """Publish `state` (Hugging Face names, CPU tensors, not modified afterwards) as the next version."""
+    def publish(self, step: int, tensors: Tensors) -> Published:
+        """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
+        that is held there is only what it makes at a time."""
         start, note = time.monotonic(), ""
         if self._config.transport == "broadcast":
             try:
-                m = self._broadcast(step, state)
-                if m is not None:
-                    return self._done(step, state, m, "broadcast", sum(t.nbytes for t in state.values()), start, "")
+                group = self._ready_group()
+                if group is not None:
+                    self._hold(tensors)
+                    m = self._broadcast(step, group)
+                    return self._done(step, m, "broadcast", sum(t.nbytes for t in self._state.values()), start, "")
                 note = "an engine does not serve the version before"
             except EnvironmentFault as e:
                 note = e.found
                 self._leave_group()
-        m = self._disk(step, state)
-        return self._done(step, state, m, "disk", m.file_size, start, note)
+        m = self._disk(step, tensors)
+        return self._done(step, m, "disk", m.file_size, start, note)
 
     def serve_late(self) -> Published | None:
         """Broadcast mode: an engine that (re)started waits for a version that files lead to. Publish the current weights again, as a keyframe."""
@@ -66,47 +70,69 @@ class Publisher:
         if all(a.version >= 0 for a in self._acks().values()):
             return None
         start = time.monotonic()
-        m = self._disk(self._step, self._state)
-        return self._done(self._step, self._state, m, "disk", m.file_size, start, "a late engine")
+        m = self._disk(self._step, ())
+        return self._done(self._step, m, "disk", m.file_size, start, "a late engine")
+
+    def _hold(self, tensors: Tensors) -> None:
+        """Make the state that is held these tensors, in its own memory where it fits. Nothing left of `tensors`: it is held already."""
+        held, named = self._state or {}, set()
+        for name, tensor in tensors:
+            named.add(name)
+            before = held.get(name)
+            if before is not None and before.shape == tensor.shape and before.dtype == tensor.dtype:
+                before.copy_(tensor)
+            else:
+                held[name] = tensor
+        self._state = {n: t for n, t in held.items() if n in named} if named else held
 
     # -- transports ----------------------------------------------------------------------------------------------------------
-    def _disk(self, step: int, state: State) -> Manifest:
+    def _disk(self, step: int, tensors: Tensors) -> Manifest:
         delta = self._config.transport == "disk" and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
-        extra = {"checksum": self._checksum(state)}
-        m = self._store.publish(self.version + 1, step, state, self._epoch, extra=extra,
-                                **({"previous": self._state, "base": self.version} if delta else {}))
+        version, extra = self.version + 1, lambda: {"checksum": self._checksum(self._state)}
+        if delta:
+            try:
+                m = self._store.publish_delta(version, step, tensors, self._state, self._epoch, base=self.version, extra=extra)
+            except BaseException:
+                self._state = None  # half of the new one
+                raise
+        else:
+            self._hold(tensors)
+            m = self._store.publish(version, step, self._state, self._epoch, extra=extra)
         self._since_keyframe = self._since_keyframe + 1 if delta else 0
         self._store.retire(self._config.keep_keyframes)
         self._wake()
         return m
 
-    def _broadcast(self, step: int, state: State) -> Manifest | None:
-        acks = self._acks()
-        expected = self._run.config.cluster.rollout.ranks
+    def _ready_group(self) -> BroadcastGroup | None:
+        """The group over the engines that live now, made anew when they are others; None unless all of them serve the version before."""
+        acks, expected = self._acks(), self._run.config.cluster.rollout.ranks
         if self._state is None or len(acks) != expected or any(a.version != self.version or a.error for a in acks.values()):
             return None
         members = tuple((a.rank, a.epoch, a.incarnation) for a in acks.values())
-        fresh = members != self._members
-        if fresh:
+        if members != self._members:
             self._leave_group()
             self._groups_made += 1
             self._group = BroadcastGroup(f"miles-{self._epoch}-{self._groups_made}", expected * self._run.config.engine.tp, self._config.ack_timeout_s)
-        group = self._group
-        extra = {"checksum": self._checksum(state), "group": {
-            "name": group.name, "address": group.address, "port": group.port, "world": group.world, "tp": self._run.config.engine.tp,
-            "members": {str(rank): 1 + i * self._run.config.engine.tp for i, (rank, _, _) in enumerate(members)},
+            self._members = members
+        return self._group
+
+    def _broadcast(self, step: int, group: BroadcastGroup) -> Manifest:
+        """Send the state that is held."""
+        tp = self._run.config.engine.tp
+        extra = {"checksum": self._checksum(self._state), "group": {
+            "name": group.name, "address": group.address, "port": group.port, "world": group.world, "tp": tp,
+            "members": {str(rank): 1 + i * tp for i, (rank, _, _) in enumerate(self._members)},
         }}
-        m = self._store.publish_broadcast(self.version + 1, step, state, self._epoch, base=self.version, extra=extra)
+        m = self._store.publish_broadcast(self.version + 1, step, self._state, self._epoch, base=self.version, extra=lambda: extra)
         self.version = m.version  # the number is used up, also when the sending fails
         self._wake()
-        if fresh:
+        if not group.joined:
             group.join()
-            self._members = members
-        group.send(state)
+        group.send(self._state)
         return m
 
-    def _done(self, step, state, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
-        self.version, self._step, self._state = m.version, step, state
+    def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
+        self.version, self._step = m.version, step
         return Published(m.version, transport, size, time.monotonic() - start, note)
 
     def _acks(self) -> dict[int, Ack]:

@@ -30,7 +30,7 @@ from miles.core import Role, StructureError
 from miles.rundir import RunDir, publish_dir, remove_tree, temp_path
 from miles.rundir.publish import explain_os_errors
 from miles.weights.digest import digest
-from miles.weights.patch import Patch, State, write_patch
+from miles.weights.patch import Patch, State, Tensors, write_patch
 
 _KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
 
@@ -134,36 +134,38 @@ class WeightStore:
         return step
 
     # -- publishing ----------------------------------------------------------------------------------------------------------
-    def publish(self, version: int, step: int, state: State, epoch: int, *, previous: State | None = None, base: int | None = None,
-                extra: dict[str, Any] | None = None) -> Manifest:
-        """Publish a keyframe, or with `previous` (the state of version `base`) a delta. Fenced by the trainer's epoch."""
-        if previous is None:
-            return self._publish(version, step, None, "keyframe", epoch, lambda tmp: _save_keyframe(tmp / _KEYFRAME, state), extra or {})
+    def publish(self, version: int, step: int, state: State, epoch: int, *, extra: Extra = dict) -> Manifest:
+        """Publish a keyframe. Fenced by the trainer's epoch. `extra` is asked once the tensors are written."""
+        return self._publish(version, step, None, "keyframe", epoch, lambda tmp: _save_keyframe(tmp / _KEYFRAME, state), extra)
+
+    def publish_delta(self, version: int, step: int, tensors: Tensors, snapshot: State, epoch: int, *, base: int, extra: Extra = dict) -> Manifest:
+        """Publish `tensors` as a delta to version `base`, whose state `snapshot` is: it becomes the new one meanwhile, so that there is never more than
+        one in memory. When this raises, it is neither."""
         try:
             base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
         except (FileNotFoundError, StructureError):
             base_digests = None  # readers that have the base can use the delta all the same
-        return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, state, previous, base_digests), extra or {})
+        return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, tensors, snapshot, base_digests), extra)
 
-    def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: dict[str, Any]) -> Manifest:
+    def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: Extra) -> Manifest:
         """Announce a version whose bytes travel over a process group."""
         return self._publish(version, step, base, "broadcast", epoch, lambda _: (_describe(state), 0, ""), extra)
 
-    def _publish(self, version, step, base, encoding, epoch, save: Callable[[Path], _Saved], extra) -> Manifest:
+    def _publish(self, version, step, base, encoding, epoch, save: Callable[[Path], _Saved], extra: Extra) -> Manifest:
         self._run.check_epoch(Role.TRAINER, epoch)
         final = self._path(version)
         tmp = temp_path(final)
         with explain_os_errors(final):
+            tmp.mkdir()
             try:
-                tmp.mkdir()
                 tensors, size, file_digest = save(tmp)
-                m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra)
+                m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra())
                 m = msgspec.structs.replace(m, mark=_mark(m))
                 (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
-                publish_dir(tmp, final)
             except BaseException:
-                shutil.rmtree(tmp, ignore_errors=True)  # a full disk is not kept full by half a version
+                shutil.rmtree(tmp, ignore_errors=True)
                 raise
+        publish_dir(tmp, final)
         return m
 
     def retire(self, keep_keyframes: int) -> list[int]:
@@ -196,18 +198,22 @@ def _damaged_manifest(path: Path, why: str) -> StructureError:
                           "the version is skipped; the next keyframe repairs it", cause="manifest")
 
 
+Extra = Callable[[], dict[str, Any]]
 _Saved = tuple[dict[str, dict[str, Any]], int, str]  # the manifest's tensors, size and digest of the file
 
 
-def _describe(state: State, digests: dict[str, str] | None = None) -> dict[str, dict[str, Any]]:
-    return {n: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch."), "digest": digests[n] if digests else digest(t)}
-            for n, t in state.items()}
+def _describe(state: State) -> dict[str, dict[str, Any]]:
+    return {n: _description(t, digest(t)) for n, t in state.items()}
 
 
-def _save_delta(path: Path, state: State, previous: State, base_digests: dict[str, str] | None) -> _Saved:
+def _description(tensor: torch.Tensor, digest: str) -> dict[str, Any]:
+    return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest}
+
+
+def _save_delta(path: Path, tensors: Tensors, snapshot: State, base_digests: dict[str, str] | None) -> _Saved:
     with open(path, "wb") as f:
-        written = write_patch(f, state, previous, base_digests)
-    return _describe(state, {n: d for n, (d, _) in written.tensors.items()}), written.size, written.digest
+        written = write_patch(f, tensors, snapshot, base_digests, advance=True)
+    return {n: _description(snapshot[n], d) for n, (d, _) in written.tensors.items()}, written.size, written.digest
 
 
 def _save_keyframe(path: Path, state: State) -> _Saved:

@@ -67,6 +67,8 @@ def trajectory_row(group, sample, rank=0, **changes):
         "reused_tokens": 30,
         "seconds": 2.0,
         "moves": 0,
+        "resumed_turns": 0,
+        "abandoned_turns": 0,
         "engine_s": 1.5,
         "env_s": 0.5,
         "oldest_version": 0,

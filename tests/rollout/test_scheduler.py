@@ -57,6 +57,41 @@ def test_one_finished_trajectory_is_replaced_at_once_on_the_engine_that_became_f
     assert [(a.group_id, a.sample, a.rank) for a in new] == [(2, 0, 1)]
 
 
+def restarted(**kw):
+    """A schedule after a restart: sample 0 of group 0 is on disk, sample 1 is not."""
+    state = BufferState()
+    state.apply({"kind": "start", "group": 0, "task": "a"})
+    return Sim(rules(in_flight=2), state=state, parts={0: [0]}, **kw)
+
+
+def test_a_sample_that_was_begun_goes_to_the_rank_that_has_its_turns_and_another_one_to_the_emptiest():
+    sim = restarted(engines=2)
+    assert sim.s.held(1, 0, 1, turns=3)
+    sim.step()
+    assert sim.assigned == [Assign(0, 1, "a", 1, held_by=1), Assign(1, 0, sim.assigned[1].task_id, 0)]
+
+
+def test_while_that_rank_has_no_engine_the_sample_goes_elsewhere_and_is_told_where_its_turns_are():
+    sim = restarted(engines=1)
+    sim.s.held(7, 0, 1, turns=3)
+    sim.step()
+    assert sim.assigned[0] == Assign(0, 1, "a", 0, held_by=7)
+
+
+def test_of_two_ranks_that_have_turns_of_a_sample_the_one_with_more_is_asked():
+    sim = restarted(engines=3)
+    for rank, turns in ((1, 2), (2, 4), (0, 3)):
+        sim.s.held(rank, 0, 1, turns)
+    sim.step()
+    assert sim.assigned[0] == Assign(0, 1, "a", 2, held_by=2)
+
+
+def test_turns_of_a_sample_that_nobody_waits_for_are_of_no_use():
+    sim = restarted(engines=2)
+    assert not sim.s.held(0, 0, 0, turns=2)  # its part is there
+    assert not sim.s.held(0, 5, 0, turns=2)  # its group is closed, or was never begun
+
+
 def test_refill_by_group_waits_for_room_for_a_whole_group():
     sim = Sim(rules(refill="group"))
     sim.step()

@@ -27,7 +27,7 @@ def path(tmp_path):
 
 def write(path, new, old, **kw):
     with open(path, "wb") as f:
-        return write_patch(f, new, old, **kw)
+        return write_patch(f, new.items(), old, **kw)
 
 
 def copy(state):
@@ -111,6 +111,8 @@ def test_a_patch_rebuilds_the_new_bits_exactly_is_idempotent_and_can_be_taken_ba
     new = {"a": moved(g, old["a"], density, min(largest, 2 ** (8 * dtype.itemsize - 1) - 1))}
     written = write(path, new, old)
     assert written.size == path.stat().st_size and written.tensors == {"a": (digest(new["a"]), not equal(new, old))}
+    snapshot = copy(old)
+    assert write(path, new, snapshot, advance=True) == written and equal(snapshot, new)
     held = copy(old)
     patch = Patch(path, written.size, written.digest)
     state, changed = patch.apply(held, {"a": digest(old["a"])})
@@ -119,6 +121,13 @@ def test_a_patch_rebuilds_the_new_bits_exactly_is_idempotent_and_can_be_taken_ba
     assert equal(again, new)
     patch.undo()
     assert equal(held, old)
+
+
+def test_a_snapshot_that_is_moved_on_has_the_new_names_and_shapes_alone(path):
+    old = {"gone": torch.ones(3), "other": torch.ones(3), "same": torch.ones(2)}
+    new = {"other": torch.zeros(2, 2), "same": torch.ones(2), "new": torch.zeros(1)}
+    write(path, new, old, advance=True)
+    assert equal(old, new)
 
 
 def test_blocks_of_one_tensor_may_be_same_sparse_or_dense(path):
@@ -296,5 +305,5 @@ def test_writing_needs_no_seek():
             return len(data)
 
     pipe = Pipe()
-    written = write_patch(pipe, {"a": torch.ones(9)}, {})
+    written = write_patch(pipe, [("a", torch.ones(9))], {})
     assert len(pipe.data) == written.size

@@ -1,5 +1,6 @@
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from miles.config import load_config
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, write_ack
+from miles.weights.digest import thread_count
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore
 
@@ -27,29 +29,66 @@ def make(tmp_path, transport, **kw):
 def test_disk_writes_a_keyframe_first_then_deltas_then_a_keyframe_again(tmp_path):
     run, wakes, p = make(tmp_path, "disk")
     for step in range(5):
-        p.publish(step, state(step))
+        p.publish(step, state(step).items())
     store = WeightStore(run)
     assert [store.manifest(v).encoding for v in store.versions()] == ["keyframe", "delta", "delta", "keyframe", "delta"]
     assert [store.manifest(v).base for v in store.versions()] == [None, 1, 2, None, 4]
     assert store.manifest(5).extra["checksum"] == "sum" and len(wakes) == 5
 
 
+def test_beside_the_state_that_is_held_there_are_a_few_tensors_at_a_time(tmp_path):
+    """Keyframe, delta, delta: 40 tensors each, of which the publisher holds one set."""
+    _, _, p = make(tmp_path, "disk")
+    most = []
+
+    def tensors(step):
+        living = []
+        for i in range(40):
+            tensor = torch.full((1000,), float(step), dtype=torch.bfloat16)
+            living.append(weakref.ref(tensor.untyped_storage()))
+            yield f"t{i}", tensor
+            del tensor
+            most[-1] = max(most[-1], sum(r() is not None for r in living))
+
+    for step in range(3):
+        most.append(0)
+        p.publish(step, tensors(step))
+    assert most[0] == 40 and max(most[1:]) <= 2 * thread_count() + 3
+    assert {t[0].item() for t in p._state.values()} == {2.0} and len(p._state) == 40
+
+
+def test_a_publication_that_fails_is_followed_by_a_keyframe(tmp_path):
+    """What is held is neither the old nor the new state then."""
+    run, _, p = make(tmp_path, "disk")
+    p.publish(0, state(0).items())
+
+    def broken():
+        yield "a", state(1)["a"]
+        raise OSError("a rank is gone")
+
+    with pytest.raises(OSError):
+        p.publish(1, broken())
+    assert WeightStore(run).versions() == [1]
+    p.publish(1, state(1).items())
+    assert WeightStore(run).manifest(2).encoding == "keyframe"
+
+
 def test_a_restarted_trainer_goes_on_counting_and_starts_with_a_keyframe(tmp_path):
     run, _, p = make(tmp_path, "disk")
-    p.publish(0, state(0))
-    p.publish(1, state(1))
+    p.publish(0, state(0).items())
+    p.publish(1, state(1).items())
     again = Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: "")
-    assert again.publish(0, state(0)).version == 3
+    assert again.publish(0, state(0).items()).version == 3
     assert WeightStore(run).manifest(3).encoding == "keyframe"
 
 
 def test_broadcast_falls_back_to_a_keyframe_while_an_engine_is_missing_and_says_so(tmp_path):
     run, _, p = make(tmp_path, "broadcast")
     run.new_epoch("rollout")
-    first = p.publish(0, state(0))
+    first = p.publish(0, state(0).items())
     assert (first.transport, first.note) == ("disk", "an engine does not serve the version before")
     write_ack(run, Ack(0, 1, 0, 1, "sum"))
-    assert p.publish(1, state(1)).transport == "disk"
+    assert p.publish(1, state(1).items()).transport == "disk"
     assert WeightStore(run).manifest(2).encoding == "keyframe"
 
 
@@ -57,12 +96,12 @@ def test_broadcast_falls_back_to_a_keyframe_while_an_engine_is_missing_and_says_
 def test_broadcast_reaches_sglangs_end_of_the_group_and_a_late_engine_gets_a_keyframe(tmp_path):
     run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 40})
     epoch = run.new_epoch("rollout")
-    p.publish(0, state(0))
+    p.publish(0, state(0).items())
     for rank in (0, 1):
         write_ack(run, Ack(rank, epoch, 0, 1, "sum"))
     program = Path(__file__).with_name("engine_end.py")
     ends = [subprocess.Popen([sys.executable, str(program), str(run.path), str(r)], stdout=subprocess.PIPE, text=True) for r in (0, 1)]
-    sent = p.publish(1, state(1))
+    sent = p.publish(1, state(1).items())
     assert (sent.version, sent.transport, sent.bytes) == (2, "broadcast", 8 * 4 * 4 + 3 * 2)
     assert [e.communicate(timeout=30)[0] for e in ends] == ["received 2\n"] * 2
     for rank in (0, 1):
@@ -76,8 +115,8 @@ def test_broadcast_reaches_sglangs_end_of_the_group_and_a_late_engine_gets_a_key
 def test_a_broadcast_that_nobody_joins_goes_out_by_disk_under_a_new_number(tmp_path):
     run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 1})
     epoch = run.new_epoch("rollout")
-    p.publish(0, state(0))
+    p.publish(0, state(0).items())
     for rank in (0, 1):
         write_ack(run, Ack(rank, epoch, 0, 1, "sum"))
-    sent = p.publish(1, state(1))
+    sent = p.publish(1, state(1).items())
     assert (sent.version, sent.transport) == (3, "disk") and "not all 2 engines joined" in sent.note

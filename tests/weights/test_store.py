@@ -26,6 +26,14 @@ def bump(s, k=1):
     return new
 
 
+def delta(store, version, new, old, *, base, epoch=1):
+    """Published one tensor after the other; the publisher's copy of `old` is the new state afterwards."""
+    snapshot = {n: t.clone() for n, t in old.items()}
+    m = store.publish_delta(version, version - 1, new.items(), snapshot, epoch, base=base)
+    assert equal(snapshot, new)
+    return m
+
+
 @pytest.fixture
 def run(tmp_path):
     r = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
@@ -47,8 +55,8 @@ def test_a_reader_follows_keyframe_and_deltas_and_may_skip_versions(run, store):
     s2 = bump(s1)
     s3 = bump(s2, 2)
     store.publish(1, 0, s1, 1)
-    store.publish(2, 1, s2, 1, previous=s1, base=1)
-    store.publish(3, 2, s3, 1, previous=s2, base=2)
+    delta(store, 2, s2, s1, base=1)
+    delta(store, 3, s3, s2, base=2)
     f = Follower(store)
     m, changed = f.advance(1)
     assert equal(f.state, s1) and changed == set(s1) and (m.encoding, m.step) == ("keyframe", 0)
@@ -63,7 +71,7 @@ def test_only_changed_tensors_are_named(store):
     s1 = state(1)
     s2 = {**s1, "b.weight": bump(s1)["b.weight"]}
     store.publish(1, 0, s1, 1)
-    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    delta(store, 2, s2, s1, base=1)
     f = Follower(store)
     f.advance(1)
     assert f.advance(2)[1] == {"b.weight"}
@@ -79,7 +87,7 @@ def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
     store.publish(1, 0, s1, 1)
     f = Follower(store)
     f.advance(1)
-    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    delta(store, 2, s2, s1, base=1)
     path = run.weights_dir / "v000002" / "weights.patch"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
@@ -95,7 +103,7 @@ def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
 def test_a_reader_with_the_wrong_base_goes_back_to_the_keyframe(store):
     s1, s2 = state(1), bump(state(1))
     store.publish(1, 0, s1, 1)
-    store.publish(2, 1, s2, 1, previous=s1, base=1)
+    delta(store, 2, s2, s1, base=1)
     f = Follower(store)
     f.version, f.state = 1, state(9)  # claims version 1, holds something else
     f.advance(2)
@@ -105,7 +113,7 @@ def test_a_reader_with_the_wrong_base_goes_back_to_the_keyframe(store):
 def test_files_do_not_lead_across_a_broadcast(store):
     s = state(1)
     store.publish(1, 0, s, 1)
-    store.publish_broadcast(2, 1, bump(s), 1, base=1, extra={})
+    store.publish_broadcast(2, 1, bump(s), 1, base=1, extra=dict)
     assert Follower(store).advance(2) is None
     assert store.newest() == 2 and json.loads(json.dumps(store.manifest(2).extra)) == {}
 
@@ -121,7 +129,10 @@ def test_retention_keeps_what_the_kept_keyframes_need(store):
     s = state(1)
     for v in range(1, 8):
         new = bump(s)
-        store.publish(v, v, new, 1, **({} if v % 3 == 1 else {"previous": s, "base": v - 1}))
+        if v % 3 == 1:
+            store.publish(v, v, new, 1)
+        else:
+            delta(store, v, new, s, base=v - 1)
         s = new
     assert store.retire(2) == [1, 2, 3] and store.versions() == [4, 5, 6, 7]
     f = Follower(store)
@@ -181,7 +192,10 @@ def test_random_versions_skipped_damaged_and_lost_leave_readers_at_exact_states(
             with pytest.raises(StaleEpochError):
                 store.publish(version, version, s, epoch - 1)
         keyframe = base is None or rng.random() < 0.15
-        store.publish(version, version, s, epoch, **({} if keyframe else {"previous": truth[base], "base": base}))
+        if keyframe:
+            store.publish(version, version, s, epoch)
+        else:
+            delta(store, version, s, truth[base], base=base, epoch=epoch)
         base = version
         if rng.random() < 0.2:
             damage(rng, rng.choice(sorted((run.weights_dir / f"v{version:06d}").iterdir())))

@@ -103,7 +103,7 @@ def compare(name: str, new: torch.Tensor, old: torch.Tensor, folder: Path, repea
 
     def encode():
         with open(folder / "patch", "wb") as f:
-            return write_patch(f, {"w": new}, {"w": old}, digests)
+            return write_patch(f, [("w", new)], {"w": old}, digests)
 
     def apply():
         Patch(folder / "patch", written.size, written.digest).apply({"w": held}, digests)

@@ -1,4 +1,4 @@
-"""A rank that plays samples with several leaves: from the option to the sealed group, and what it logs."""
+"""A rank that plays samples: with several leaves, from the option to the sealed group; what it logs; and one that was begun by a killed rank."""
 
 import asyncio
 import json
@@ -48,7 +48,7 @@ def play(tmp_path, monkeypatch):
 
         async def main():
             worker._engines.up(Engine(0, engine))
-            worker.assign(0, 3, "t")
+            worker.assign(0, 3, "t", None)
             await asyncio.gather(*worker._running)
             worker._service.store.close()
 
@@ -83,6 +83,61 @@ def test_with_a_linear_history_it_has_one_and_the_fork_is_a_retry(play):
     assert got.sealed[0].meta["retried_turns"] == 1 and "mismatches" not in got.tables
 
 
+def test_a_sample_of_a_killed_rank_goes_on_from_its_last_answered_turn(tmp_path, monkeypatch):
+    """The first rank is gone while the second turn runs; the next one says what it holds, and plays the sample to its end with one request fewer."""
+    async def two_turns(task, chat, limits):
+        first = (await chat([user("q")])).message
+        await chat([user("q"), first, user("output")])
+        return Episode(reward=1.0, finish="done", turns=2, env_s=0.0)
+
+    monkeypatch.setattr(miles.rollout.worker, "run_episode", two_turns)
+    tokenizer = make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **SHAPE_CONFIG}))
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"model.path={tmp_path / 'model'}")))
+    attempt, stop = run.new_attempt(), tokenizer.eos_token_id
+
+    def life(outputs, killed):
+        epoch, reports = run.new_epoch("rollout"), []
+        log = RunLog(tmp_path / f"rank{epoch}.h5")
+        worker, engine = Worker(run, 0, epoch, attempt, {"t": SimpleNamespace(name="t")}, log, reports.append), FakeEngine([stop])
+        engine.outputs = outputs
+        hang = asyncio.Event()
+
+        async def generate(*args, **kw):
+            if not engine.outputs:
+                hang.set()
+                await asyncio.Event().wait()
+            return await FakeEngine.generate(engine, *args, **kw)
+
+        engine.generate = generate
+
+        async def main():
+            worker._engines.up(Engine(0, engine))
+            held = list(worker._service.held)
+            worker.assign(0, 3, "t", 0)
+            (job,) = worker._running
+            if killed:
+                await hang.wait()
+                job.cancel()
+            await asyncio.gather(job, return_exceptions=True)
+            worker._service.store.close()
+            return held
+
+        held = asyncio.run(main())
+        log.close()
+        return held, reports, engine
+
+    assert life([[50, stop]], killed=True)[:2] == ([], [])
+    held, reports, engine = life([[60, stop]], killed=False)
+    assert held == ["g00000000s003"] and reports == [{"kind": "finished", "group": 0, "sample": 3, "cause": None}] and len(engine.answered) == 1
+    writer = BufferWriter(run, run.current_epoch("rollout"))
+    writer.start(0, "t")
+    writer.seal(0, [3])
+    (t,) = read_group(run.buffer_dir, 0).trajectories
+    assert (t.tokens[t.loss_mask == 1].tolist(), t.meta["resumed_turns"]) == ([50, stop, 60, stop], 1)
+    assert life([], killed=True)[0] == []  # the part is there, so the session is closed
+
+
 def leaf(number, mask, versions, turns, prompt, cached, cacheable, reused):
     mask = np.array(mask, np.uint8)
     at = np.full(len(mask), NO_VERSION, np.int32)
@@ -90,7 +145,7 @@ def leaf(number, mask, versions, turns, prompt, cached, cacheable, reused):
     return Trajectory(
         group_id=2, sample=1, leaf=number, task_id="t", tokens=np.zeros(len(mask), np.int32), loss_mask=mask, logprobs=np.zeros(len(mask), np.float32),
         versions=at, routes=None, reward=0.5, finish_reason="done", turns=turns, exact=False, cached_tokens=cached, cacheable_tokens=cacheable,
-        prompt_tokens=prompt, meta={"reused_tokens": reused, "moves": 1, "engine_s": 3.0, "env_s": 1.5, "refused_requests": {"history:tools": 1},
+        prompt_tokens=prompt, meta={"reused_tokens": reused, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5, "refused_requests": {"history:tools": 1},
                                     "branched_requests": {"content": 2, "rewind": 1}})
 
 
@@ -106,7 +161,7 @@ def test_a_sample_is_one_row_with_the_sums_of_its_leaves_and_a_row_for_each_caus
     rows = logged([leaf(0, [0, 1, 1, 0, 1], [3, 3, 4], 2, 10, 4, 3, 3), leaf(1, [0, 0, 0, 1], [6], 1, 7, 2, 2, 1)], None)
     assert rows[0] == ("trajectories", {
         "group_id": 2, "sample": 1, "task_id": "t", "rank": 4, "reward": 0.5, "leaves": 2, "turns": 3, "tokens": 9, "sampled_tokens": 4, "prompt_tokens": 17,
-        "cached_tokens": 6, "cacheable_tokens": 5, "reused_tokens": 4, "moves": 1, "engine_s": 3.0, "env_s": 1.5, "oldest_version": 3, "newest_version": 6,
+        "cached_tokens": 6, "cacheable_tokens": 5, "reused_tokens": 4, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5, "oldest_version": 3, "newest_version": 6,
         "finish": "done", "seconds": 9.0, "status": "ok"})
     assert [(table, r["kind"], r["cause"], r["count"]) for table, r in rows[1:]] == [
         ("mismatches", "branched", "content", 2), ("mismatches", "branched", "rewind", 1), ("mismatches", "refused", "history:tools", 1)]
