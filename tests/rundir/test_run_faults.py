@@ -86,7 +86,7 @@ WRITERS = {
     "epoch": lambda run: run.new_epoch("trainer"),
     "ack": lambda run: write_ack(run, Ack(0, 1, 0, 3, "d")),
     "keyframe": lambda run: WeightStore(run).publish(2, 1, state(1), 1),
-    "patch": lambda run: WeightStore(run).publish(2, 1, state(1), 1, previous=state(0), base=1),
+    "patch": lambda run: WeightStore(run).publish_delta(2, 1, state(1).items(), state(0), 1, base=1),
     "log": log_rows,
     "session": lambda run: asyncio.run(open_session(run)),
     "journal": start_group,
@@ -152,7 +152,7 @@ def test_on_a_slow_disk_weights_sessions_and_logs_come_late_and_whole(run, monke
     monkeypatch.setattr(os, "write", lambda fd, data: writes(fd, bytes(data)[: max(1, len(data) // 3)]))
     store = WeightStore(run)
     store.publish(1, 0, state(0), 1)
-    store.publish(2, 1, state(1), 1, previous=state(0), base=1)
+    store.publish_delta(2, 1, state(1).items(), state(0), 1, base=1)
     asyncio.run(open_session(run))
     write_ack(run, Ack(0, 1, 0, 2, "d"))
     follower = Follower(store)
@@ -247,7 +247,7 @@ def test_when_every_version_is_lost_numbers_go_on_from_the_checkpoint(run):
     """Engines may serve any version up to that of the checkpoint: none of them comes again with other weights."""
     run.new_epoch("trainer")
     publisher = Publisher(run, 1, WeightStore(run), lambda: None, lambda state: "", after=7)
-    assert publisher.publish(3, state()).version == 8
+    assert publisher.publish(3, state().items()).version == 8
 
 
 def test_what_a_killed_writer_left_is_removed_and_nothing_else(run):
