@@ -19,6 +19,7 @@ from miles.cluster import launch, slurm
 from miles.config import MilesConfig, SiteConfig
 from miles.config.memory import Plan, draft_plan
 from miles.core import ConfigError, EnvironmentFault, MilesError
+from miles.core.functions import load_function
 from miles.rundir import publish_bytes
 
 OLDEST_SLURM = (22, 5)
@@ -42,7 +43,7 @@ Check = Callable[[MilesConfig, SiteConfig], str]
 def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None) -> list[Finding]:
     """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here."""
     checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
-        ("memory", memory, False), ("tasks", tasks, False),
+        ("memory", memory, False), ("functions", functions, True), ("tasks", tasks, False),
         ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
     if config.tasks.kind == "harness":
@@ -107,6 +108,16 @@ def memory(config: MilesConfig, site: SiteConfig) -> str:
         return "no GPUs asked for"
     worst = max(s.total_gb for s in plan.stages)
     return f"trainer rank at most {worst:.1f} GB, engine GPU {plan.engine.total_gb:.1f} GB, of {site.gpu_memory_gb:g} GB"
+
+
+def functions(config: MilesConfig, site: SiteConfig) -> str:
+    """A misspelt one would be noticed by the first group that is sealed, or the first step."""
+    named = {"rollout.replay": config.rollout.replay, "buffer.filter": config.buffer.filter, "algorithm.name": config.algorithm.name,
+             "algorithm.advantage": config.algorithm.advantage}
+    users = {option: name for option, name in named.items() if "." in name}
+    for option, name in users.items():
+        load_function(option, name, ["its named values (docs/config.md)"], "a function")
+    return ", ".join(f"{option} = {name}" for option, name in users.items()) or "none of your own"
 
 
 def tasks(config: MilesConfig, site: SiteConfig) -> str:

@@ -69,8 +69,14 @@ def problems(c: MilesConfig) -> list[str]:
         refuse(f"rollout.max_session_tokens = {c.rollout.max_session_tokens} does not fit a micro-batch of "
                f"{c.trainer.max_tokens_per_microbatch} tokens x cp {lay.cp}", "every trajectory to fit one micro-batch",
                "raise trainer.max_tokens_per_microbatch or trainer.layout.cp")
-    if c.algorithm.tis_low >= c.algorithm.tis_high:
-        refuse(f"algorithm: tis_low = {c.algorithm.tis_low} >= tis_high = {c.algorithm.tis_high}", "tis_low < tis_high", "change one of them")
+    a = c.algorithm
+    if a.importance != "none" and a.importance_low >= a.importance_high:
+        refuse(f"algorithm: importance_low = {a.importance_low} >= importance_high = {a.importance_high}", "importance_low < importance_high", "change one of them")
+    if a.dual_clip is not None and a.name != "grpo":
+        refuse(f"algorithm.dual_clip with algorithm.name = {a.name!r}, which has no such bound", "name = 'grpo'", "remove dual_clip")
+    if a.name == "gspo" and a.reduction == "token":
+        refuse("algorithm.name = 'gspo' with reduction = 'token': a sequence's objective would count as often as it has tokens", "reduction = 'sequence'",
+               "set algorithm.reduction = 'sequence'")
     gpus = c.cluster.rollout.gpus_per_node
     per_rank = gpus // c.cluster.rollout.ranks_per_node if gpus else 0
     if gpus and c.engine.tp > per_rank:

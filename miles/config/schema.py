@@ -161,15 +161,19 @@ class TrainerConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """The loss. Group-relative policy optimisation with truncated importance sampling."""
+    """The loss: advantages from rewards, an objective for each token, an importance weight for having been sampled elsewhere. Equations and papers are in `miles/trainer/algorithms/`."""
 
-    name: Literal["grpo"] = Field("grpo", description="Algorithm.")
+    name: str = Field("grpo", pattern=r"^(grpo|gspo|cispo|\w+(\.\w+)+)$", description="Objective of each token: `grpo` = PPO's clipped ratio; `gspo` = one clipped ratio per sequence; `cispo` = clipped weight, unclipped gradient; or `package.module.function(tokens) -> objective`.")
+    advantage: str = Field("grpo", pattern=r"^(grpo|dr_grpo|rloo|reinforce\+\+|reinforce\+\+_baseline|\w+(\.\w+)+)$", description="From rewards to advantages: `grpo` = minus the group's mean, over its standard deviation; `dr_grpo` = minus the mean alone; `rloo` = minus the mean of the others; `reinforce++` = normalised over the step; `reinforce++_baseline` = minus the group's mean, then normalised over the step; or `package.module.function(rewards, groups) -> advantages`.")
+    proximal: Literal["current", "rollout"] = Field("current", description="Policy that ratios are taken against: `current` = the one before this update, so that the clip never acts (each batch is trained on once) and `importance` alone corrects for stale tokens; `rollout` = the one that sampled, so that the clip acts on how far training has moved since, and importance weights are 1.")
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the policy ratio (1 - clip_low).")
     clip_high: float = Field(0.28, gt=0, description="Upper clip of the policy ratio (1 + clip_high).")
-    tis_low: float = Field(0.0, ge=0, description="Truncated importance sampling: weights below are raised to it.")
-    tis_high: float = Field(2.0, gt=0, description="Truncated importance sampling: weights above are cut to it.")
-    normalize_std: bool = Field(True, description="Divide advantages by the group's standard deviation (off = Dr.GRPO).")
-    reduction: Literal["token", "sequence"] = Field("token", description="`token`: mean over all sampled tokens of the step. `sequence`: mean over samples of their token means; the leaves of a branching history are one sample.")
+    dual_clip: float | None = Field(None, gt=1, description="`grpo` alone: a token of negative advantage A never has an objective below dual_clip * A; absent = off.")
+    importance: Literal["truncate", "mask", "none"] = Field("truncate", description="Trainer-over-engine ratios outside the bounds below: brought to the nearest one (TIS), or their tokens left out (IcePop); `none` = every weight is 1.")
+    importance_level: Literal["token", "sequence", "geometric"] = Field("token", description="Whose ratio: each token's, the product over its sequence, or their geometric mean.")
+    importance_low: float = Field(0.0, ge=0, description="Lower bound of importance ratios.")
+    importance_high: float = Field(2.0, gt=0, description="Upper bound of importance ratios.")
+    reduction: Literal["token", "sequence", "constant"] = Field("token", description="`token`: mean over all sampled tokens of the step. `sequence`: mean over samples of their token means; the leaves of a branching history are one sample. `constant`: sum over tokens, over samples times `rollout.max_session_tokens`, so that a token's weight depends on no length (Dr.GRPO).")
 
 
 class WeightsConfig(Section):

@@ -96,7 +96,7 @@ def _truth(s: dict[str, Any]) -> list[str]:
     mean = {k: v.get("mean") for k, v in t.items()}
     out.append(
         f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
-        f"importance weights cut {number(mean['tis_cut_fraction'], '.2%')}"
+        f"importance weights cut {number(mean['importance_cut_fraction'], '.2%')}"
     )
     return out
 

@@ -102,6 +102,7 @@ class PackedMicrobatch:
     advantages: np.ndarray  # float32 [N]
     weights: np.ndarray  # float32 [N], share of this token in the loss of the whole step; sums to 1 over the step
     exact: np.ndarray  # bool [N]
+    sequence: np.ndarray  # int64 [N], which of the S sequences
     routes: np.ndarray | None  # int64 [N, L, K]
 
     @property
@@ -127,7 +128,7 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1,
     out = PackedMicrobatch(
         input_ids=np.zeros(n, np.int64), positions=np.concatenate([np.arange(k) for k in np.diff(bounds)]), bounds=bounds,
         targets=np.zeros(n, np.int64), mask=np.zeros(n, bool), logprobs=np.zeros(n, np.float32), advantages=np.zeros(n, np.float32),
-        weights=np.zeros(n, np.float32), exact=np.zeros(n, bool),
+        weights=np.zeros(n, np.float32), exact=np.zeros(n, bool), sequence=np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
         routes=None if routes_shape is None else np.broadcast_to(np.arange(routes_shape[1]), (n, *routes_shape)).copy(),
     )
     for s, start, weight in zip(sequences, bounds, token_weights, strict=False):
@@ -146,14 +147,17 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1,
     return out
 
 
-def token_weights(rollout_of: Seq[int], sampled: np.ndarray, reduction: str) -> list[float]:
+def token_weights(rollout_of: Seq[int], sampled: np.ndarray, reduction: str, constant: int) -> list[float]:
     """Loss weight of each sampled token of this rank's sequences, which are leaves of the rollouts `rollout_of`. `sampled`: int [R], sampled tokens
     trained over all leaves of each rollout of the step, on all ranks; 0 where there is no such rollout.
 
     `token`: 1 / (sampled tokens of the step). `sequence`: 1 / (rollouts of the step * sampled tokens of this rollout), so that every rollout has
-    the same weight, however often its context was folded or forked. Sums over micro-batches and ranks are the mean over the step.
+    the same weight, however often its context was folded or forked. Sums over micro-batches and ranks are the mean over the step. `constant`:
+    1 / (rollouts of the step * constant), a weight that depends on no length (Dr.GRPO, Liu et al. 2025, arXiv:2503.20783, section 3.2).
     """
     if reduction == "token":
         return [1.0 / int(sampled.sum())] * len(rollout_of)
     rollouts = int((sampled > 0).sum())
+    if reduction == "constant":
+        return [1.0 / (rollouts * constant) if sampled[r] else 0.0 for r in rollout_of]
     return [1.0 / (rollouts * int(sampled[r])) if sampled[r] else 0.0 for r in rollout_of]

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -20,7 +19,7 @@ from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import StructureError
 from miles.rundir import RunDir
-from miles.trainer.advantage import leaf_advantages
+from miles.trainer.algorithms import load_advantage, step_advantages
 from miles.trainer.batching import BatchPlan, Sequence
 from miles.trainer.step import TrainStep
 
@@ -35,10 +34,10 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     index: int  # in the sealed file
     sample: int  # which it is a leaf of
     length: int
-    advantage: float
     reward: float
     oldest_version: int
     exact: bool
+    advantage: float = 0.0  # known when the step is complete
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -83,6 +82,7 @@ class Feed:
         """`checkpoint_written`: the leader has written its part of a checkpoint that nobody published yet. `while_waiting` is called now and then while there is no batch; it returns the weight version being trained."""
         self._run, self._world, self._train_step = run, world, train_step
         self._queue, self._link = queue, link
+        self._advantage = load_advantage(run.config.algorithm.advantage)
         self._stop_requested, self._checkpoint_written, self._while_waiting = stop_requested, checkpoint_written, while_waiting
 
     def next(self, step: int) -> Batch:
@@ -137,7 +137,7 @@ class Feed:
                 time.sleep(IDLE_S)
         self._link.wake()  # the buffer has room again
         items = [*kept, *(i for items in taken.values() for i in items)]
-        return Plan(step, version, items, waited + time.monotonic() - start, stale)
+        return Plan(step, version, self._with_advantages(items), waited + time.monotonic() - start, stale)
 
     def _items_or_drop(self, group: int) -> list[Item]:
         """Items of a group; none when its file is gone or damaged: then it is dropped, and another takes its place."""
@@ -158,10 +158,11 @@ class Feed:
             if expected and (found is None or tuple(found) != expected):
                 raise StructureError(f"group {group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-        advantages = leaf_advantages(np.array([s["reward"] for s in summaries]), np.array([s["sample"] for s in summaries]),
-                                     normalize_std=self._run.config.algorithm.normalize_std)
-        return [Item(group, n, s["sample"], s["length"], float(a), s["reward"], s["oldest_version"], s["exact"])
-                for n, (s, a) in enumerate(zip(summaries, advantages, strict=True))]
+        return [Item(group, n, s["sample"], s["length"], s["reward"], s["oldest_version"], s["exact"]) for n, s in enumerate(summaries)]
+
+    def _with_advantages(self, items: list[Item]) -> list[Item]:
+        found = step_advantages([i.reward for i in items], [i.group for i in items], [i.sample for i in items], self._advantage)
+        return [msgspec.structs.replace(i, advantage=a) for i, a in zip(items, found.tolist(), strict=True)]
 
     # -- every rank ----------------------------------------------------------------------------------------------------------
     def _read(self, plan: Plan, bins: BatchPlan) -> tuple[list[Sequence], set[int]]:

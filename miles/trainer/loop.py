@@ -56,7 +56,8 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
         frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
         self.step = newest or 0
-        self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature)
+        self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature,
+                                    constant_tokens=c.rollout.max_session_tokens)
         self._stop = ""
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", "TERM"))

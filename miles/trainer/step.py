@@ -19,9 +19,9 @@ import miles.platform
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from miles.core import MilesError, StructureError
 from miles.platform.context_parallel import zigzag_positions
+from miles.trainer.algorithms import HISTOGRAM_EDGES, MAXIMA, SUMS, PolicyLoss, SampledTokens, quantile_of_histogram, truth_sums
 from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch, token_weights
 from miles.trainer.logprob import token_logprobs
-from miles.trainer.loss import HISTOGRAM_EDGES, MAXIMA, SUMS, LossSettings, policy_loss, quantile_of_histogram, truth_sums
 from miles.trainer.model import PolicyModel
 from miles.trainer.replay import RoutingReplay, check_routes
 
@@ -49,7 +49,7 @@ class StepMetrics:
     kl_mean: float
     ess: float  # effective sample size over sampled tokens, (sum r)^2 / (n sum r^2), in (0, 1]
     clip_fraction: float
-    tis_cut_fraction: float
+    importance_cut_fraction: float
     advantage_abs_mean: float
     microbatches: int
     skipped: bool  # loss or gradient was not finite: parameters and optimizer state are unchanged
@@ -64,10 +64,12 @@ class TrainStep:
     >>> metrics = step.run_planned(plan, [read(i) for i in plan.of_rank(step.data_rank)], number=41)
     """
 
-    def __init__(self, model: PolicyModel, optimizer, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, temperature: float):
+    def __init__(self, model: PolicyModel, optimizer, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, temperature: float,
+                 constant_tokens: int = 1):
+        """`constant_tokens`: the length by which reduction = "constant" divides."""
         self.model, self.optimizer = model, optimizer
         self.trainer, self.algorithm, self.temperature = trainer, algorithm, temperature
-        self.settings = LossSettings(algorithm.clip_low, algorithm.clip_high, algorithm.tis_low, algorithm.tis_high)
+        self.constant_tokens, self.policy_loss = constant_tokens, PolicyLoss(algorithm)
         self.replay = RoutingReplay(model.chunks, model.arch.moe_layers)
         self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.routing_replay else None  # (L, K) to be recorded
         self.device = miles.platform.current().device
@@ -106,7 +108,7 @@ class TrainStep:
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         total_tokens, *sampled = totals.tolist()
         total_sampled = sum(sampled)
-        weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction)
+        weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction, self.constant_tokens)
 
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
@@ -133,7 +135,7 @@ class TrainStep:
             exact_logprob_diff_mean=sums["exact_abs_diff"] / exact_n, exact_logprob_diff_max=maxima["exact_max_diff"],
             logprob_diff_mean=sums["abs_diff"] / n, logprob_diff_p99=min(quantile_of_histogram(histogram, 0.99), maxima["max_diff"]), logprob_diff_max=maxima["max_diff"],
             kl_mean=sums["kl"] / n, ess=sums["ratio"] ** 2 / (n * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
-            clip_fraction=sums["clipped"] / n, tis_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
+            clip_fraction=sums["clipped"] / n, importance_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
             microbatches=plan.microbatches, skipped=skipped,
         )
 
@@ -175,8 +177,8 @@ class TrainStep:
         with self.replay.forward():
             output = chunk(tensor(packed.input_ids[rows])[None], tensor(packed.positions[rows])[None], None, packed_seq_params=packed_params,
                            output_processor=self._logprobs_of_targets, output_processor_context=targets)
-        chosen = {name: tensor(getattr(packed, name)[rows][selected]) for name in ("logprobs", "advantages", "weights", "exact")}
-        return output, partial(self._loss, chosen)
+        chosen = {name: tensor(getattr(packed, name)[rows][selected]) for name in ("logprobs", "advantages", "weights", "exact", "sequence")}
+        return output, partial(self._loss, chosen, len(packed.bounds) - 1)
 
     def _rows_of_this_rank(self, bounds: np.ndarray) -> np.ndarray:
         """Rows of the packed micro-batch that this context-parallel rank holds, in its order."""
@@ -197,10 +199,12 @@ class TrainStep:
         return token_logprobs(hidden_states[:, 0][context["selected"]], weight, context["targets"], temperature=self.temperature,
                               vocab=self.model.arch.vocab, tp_group=group)
 
-    def _loss(self, chosen: dict[str, torch.Tensor], logprobs: torch.Tensor):
-        # one update per batch: the policy before the update is the current one
-        loss, clipped, cut = policy_loss(logprobs, logprobs.detach(), chosen["logprobs"], chosen["advantages"], chosen["weights"], self.settings)
-        sums, maxima, histogram = truth_sums(logprobs, chosen["logprobs"], chosen["advantages"], chosen["exact"], clipped, cut)
+    def _loss(self, chosen: dict[str, torch.Tensor], sequences: int, logprobs: torch.Tensor):
+        rollout, advantages = chosen["logprobs"], chosen["advantages"]
+        loss, clipped, cut = self.policy_loss(SampledTokens(
+            logprobs, self.policy_loss.proximal(logprobs, rollout), rollout, advantages, chosen["weights"], chosen["sequence"], sequences,
+            parallel_state.get_context_parallel_group()))
+        sums, maxima, histogram = truth_sums(logprobs, rollout, advantages, chosen["exact"], clipped, cut)
         counted = torch.zeros((), dtype=torch.int, device=loss.device)  # megatron's own token count is not used
         return loss, counted, {"add": torch.cat([loss.detach().double()[None], sums, histogram]), "max": maxima}
 

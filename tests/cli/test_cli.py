@@ -53,6 +53,12 @@ def test_the_big_job_checks_without_gpus():
     assert {f["name"] for f in data["findings"]} >= {"memory", "tasks", "model", "run root", "python", "sandbox", "slurm", "mpi world"}
 
 
+def test_check_refuses_a_function_that_does_not_exist():
+    done = miles("check", "configs/tiny_async.toml", "--set", "algorithm.advantage=nowhere.at.all", "--json")
+    (finding,) = [f for f in json.loads(done.stdout)["findings"] if f["name"] == "functions"]
+    assert "algorithm.advantage = 'nowhere.at.all'" in finding["text"]
+
+
 def test_a_missing_task_folder_is_found_by_check(tmp_path):
     done = miles("check", TINY, "--set", f"tasks.path={tmp_path}/none", "--json")
     assert done.returncode == 2

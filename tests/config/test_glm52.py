@@ -18,6 +18,6 @@ def test_the_big_job_has_its_specified_values():
     assert (c.trainer.groups_per_step, r.group_size, r.in_flight) == (8, 8, 128)
     assert (r.max_session_tokens, r.max_turn_tokens, r.max_turns, r.deadline_s, r.temperature) == (65536, 8192, 30, 3600, 0.8)
     a = c.algorithm
-    assert (a.clip_low, a.clip_high, a.tis_low, a.tis_high) == (0.2, 0.28, 0.0, 2.0)
+    assert (a.clip_low, a.clip_high, a.importance_low, a.importance_high) == (0.2, 0.28, 0.0, 2.0)
     assert c.run.mode == "async" and c.cluster.placement == "disjoint"
     assert load_site(c.cluster.site).gpu_memory_gb == 279

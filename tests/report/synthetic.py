@@ -43,7 +43,7 @@ def step_row(step, epoch, **changes):
         "kl_mean": 1e-4,
         "ess": 0.99,
         "clip_fraction": 0.01,
-        "tis_cut_fraction": 0.0,
+        "importance_cut_fraction": 0.0,
         "advantage_abs_mean": 0.8,
         "unaccounted_tokens": 0,
         **changes,

@@ -89,17 +89,22 @@ def test_missing_routes_are_refused():
 def test_token_reduction_weighs_all_tokens_alike_and_sequence_reduction_all_rollouts():
     # four rollouts with 1, 3, 2 and 2 sampled tokens, 8 in all; this rank has the first two
     sampled = np.array([1, 3, 2, 2])
-    assert token_weights([0, 1], sampled, "token") == [0.125, 0.125]
-    assert token_weights([0, 1], sampled, "sequence") == [0.25, 0.25 / 3]
+    assert token_weights([0, 1], sampled, "token", 1) == [0.125, 0.125]
+    assert token_weights([0, 1], sampled, "sequence", 1) == [0.25, 0.25 / 3]
+
+
+def test_constant_reduction_weighs_a_token_by_no_length():
+    # three rollouts of 100 tokens at most; index 3 is no rollout
+    assert token_weights([0, 1], np.array([1, 50, 2, 0]), "constant", 100) == [1 / 300, 1 / 300]
 
 
 def test_the_leaves_of_a_rollout_share_its_weight_whichever_rank_has_them():
     # two rollouts in three sequences: rollout 0 has leaves of 3 and 1 sampled tokens, rollout 1 one of 2; index 2 is no rollout
     sampled = np.array([4, 2, 0])
-    first, second = token_weights([0, 1], sampled, "sequence"), token_weights([0], sampled, "sequence")
+    first, second = token_weights([0, 1], sampled, "sequence", 1), token_weights([0], sampled, "sequence", 1)
     assert first == [1 / (2 * 4), 1 / (2 * 2)] and second == [1 / (2 * 4)]
     assert 3 * first[0] + 1 * second[0] == 2 * first[1] == 0.5
-    assert token_weights([0, 1], sampled, "token") == [1 / 6, 1 / 6]
+    assert token_weights([0, 1], sampled, "token", 1) == [1 / 6, 1 / 6]
 
 
 def test_a_plan_knows_how_many_sequences_the_step_has():

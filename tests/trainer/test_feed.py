@@ -61,7 +61,7 @@ def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(r
             write_part(run, epoch, [replace(trajectory(group, sample, 1), leaf=n) for n in range(count)])
         writer.seal(group, sorted(leaves))
     f = feed(run, [], shape=None)
-    items = [i for g in (3, 8) for i in f._items(g, read_summaries(run.buffer_dir, g))]
+    items = f._with_advantages([i for g in (3, 8) for i in f._items(g, read_summaries(run.buffer_dir, g))])
     half = 0.5 / (0.5 + 1e-6)
     assert [(i.group, i.index, i.sample, i.reward) for i in items] == [(3, 0, 0, 0), (3, 1, 1, 1), (3, 2, 1, 1), (8, 0, 0, 0), (8, 1, 1, 1)]
     assert [i.advantage for i in items] == pytest.approx([-half, half, half, -half, half])

@@ -6,6 +6,8 @@ from launch import Job, launch
 
 ROUTES = [2, 2, 8]
 MOE_LAYOUTS = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "tp2-etp2": {"tp": 2, "etp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+SEQUENCES = {"name": "gspo", "proximal": "rollout", "reduction": "sequence", "clip_low": 0.99, "clip_high": 1e6}  # ratios of whole sequences, none clipped
+PRODUCTS = {"importance_level": "sequence", "importance_high": 1e6, "reduction": "constant"}
 DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
@@ -22,6 +24,8 @@ def results(models, tmp_path_factory):
     for name, layout in DENSE_LAYOUTS.items():
         jobs[f"dense {name}"] = Job(worlds.run_steps, layout, (dense, {}, layout, 2, 6, None))
         jobs[f"roundtrip dense {name}"] = Job(worlds.roundtrip, layout, (dense, layout, 20_000))
+    for name, algorithm in (("gspo", SEQUENCES), ("products", PRODUCTS)):
+        jobs[f"{name} cp2"] = Job(worlds.run_steps, {"cp": 2}, (moe, {"replay": True, "algorithm": algorithm}, {"cp": 2}, 2, 6, ROUTES))
     for reduction in ("token", "sequence"):
         jobs[f"leaves {reduction}"] = Job(worlds.split_rollout, {}, (dense, {}, reduction))
     jobs["idle"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True}, {"ep": 2}, 2, 1, ROUTES))
@@ -34,7 +38,9 @@ def results(models, tmp_path_factory):
 @pytest.fixture(scope="module")
 def alone(world, models):
     return {"moe": worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 6, ROUTES),
-            "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None)}
+            "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None),
+            "gspo": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": SEQUENCES}, {}, 2, 6, ROUTES),
+            "products": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": PRODUCTS}, {}, 2, 6, ROUTES)}
 
 
 def test_a_rank_without_sequences_takes_part(results, world, models):
@@ -44,9 +50,10 @@ def test_a_rank_without_sequences_takes_part(results, world, models):
 
 
 CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS]
+CUT = [("gspo", "cp2"), ("products", "cp2")]  # sequences whose tokens lie on two ranks
 
 
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), CASES + CUT)
 def test_loss_gradient_norm_and_figures_equal_one_rank(results, alone, kind, name):
     # the second step also sees the parameters that the first one left
     for rank in results[f"{kind} {name}"]:

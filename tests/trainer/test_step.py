@@ -70,7 +70,7 @@ def test_exact_figures_count_exact_trajectories_only(world, models):
     assert got.logprob_diff_max == pytest.approx(0.5, abs=1e-5)
     n, m = got.exact_tokens, got.sampled_tokens
     assert got.logprob_diff_mean == pytest.approx((0.001 * n + 0.5 * (m - n)) / m, abs=1e-5)
-    assert got.tis_cut_fraction == 0.0
+    assert got.importance_cut_fraction == 0.0
 
 
 def _put(s, values):

@@ -71,9 +71,9 @@ def capture_logprobs(step: TrainStep) -> list[list[float]]:
     seen: list[list[float]] = []
     inner = step._loss
 
-    def loss(chosen, logprobs):
+    def loss(chosen, sequences, logprobs):
         seen.append(logprobs.detach().tolist())
-        return inner(chosen, logprobs)
+        return inner(chosen, sequences, logprobs)
 
     step._loss = loss
     return seen
