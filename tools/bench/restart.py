@@ -87,27 +87,33 @@ class Run:
 
 def measure(quick: bool, overrides: list[str]) -> list[dict]:
     found: dict[str, list[float]] = {name: [] for name in ("trainer", "rollout", "everything", "everything, new groups")}
+
+    def note(name: str, seconds: float) -> None:
+        print(f"  {name}: {seconds:.1f} s", file=sys.stderr, flush=True)  # minutes pass between two
+        found[name].append(seconds)
+
     with tempfile.TemporaryDirectory(prefix="bench-restart-") as root:
         run = Run(root, overrides)
         try:
             at = run.start()
             cold = run.wait(lambda: run.first_step(0)) - at
+            print(f"  cold start: {cold:.1f} s", file=sys.stderr, flush=True)
             for _ in range(1 if quick else 3):
                 run.at_work()
                 trainer, rollout = run.epochs()
                 at = run.kill_rank("trainer")
-                found["trainer"].append(run.wait(lambda t=trainer: run.first_step(t)) - at)
+                note("trainer", run.wait(lambda t=trainer: run.first_step(t)) - at)
                 run.at_work()
                 trainer, rollout = run.epochs()
                 at = run.kill_rank("rollout")
-                found["rollout"].append(run.wait(lambda r=rollout: run.first_step_on_new_groups(0, r)) - at)
+                note("rollout", run.wait(lambda r=rollout: run.first_step_on_new_groups(0, r)) - at)
                 run.at_work()
                 trainer, rollout = run.epochs()
                 run.supervisor.kill()
                 run.supervisor.wait()
                 at = run.start()
-                found["everything"].append(run.wait(lambda t=trainer: run.first_step(t)) - at)
-                found["everything, new groups"].append(run.wait(lambda t=trainer, r=rollout: run.first_step_on_new_groups(t, r)) - at)
+                note("everything", run.wait(lambda t=trainer: run.first_step(t)) - at)
+                note("everything, new groups", run.wait(lambda t=trainer, r=rollout: run.first_step_on_new_groups(t, r)) - at)
         finally:
             run.stop()
     rows = []
