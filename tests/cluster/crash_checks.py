@@ -11,7 +11,6 @@ from pathlib import Path
 from miles.buffer import BufferState, BufferView, Status
 from miles.report import report
 from miles.rundir import RunDir, read_journal
-from miles.trainer.checkpoints import Commit
 from miles.weights.store import WeightStore
 
 
