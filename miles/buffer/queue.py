@@ -112,16 +112,21 @@ class TrainerQueue:
     def _retire_segments(self) -> None:
         folder = parts_dir(self._run.buffer_dir)
         names = segments(folder)
-        last, epoch = {(n.epoch, n.writer): n.number for n in names}, self._run.current_epoch(Role.ROLLOUT)
+        last = {(n.source, n.writer): n.number for n in names}
+        epochs = {pool: self._run.pool_epoch(pool) for pool in {n.source.pool for n in names}}
         for name in names:
-            if name.epoch >= epoch and name.number == last[name.epoch, name.writer]:
+            if name.source.epoch >= epochs[name.source.pool] and name.number == last[name.source, name.writer]:
                 continue  # its writer may still append to it
-            if name not in self._held:
-                self._held[name] = {header.group for header, _ in read_segment(folder, name)} | set(self.state.in_segment.get(str(name), ()))
-            self._held[name] = {g for g in self._held[name] if self._needed(g)}
+            held = self._held[name] if name in self._held else self._groups_in(name)
+            self._held[name] = {g for g in held if self._needed(g)}
+            if not self._held[name]:  # look once more: what a fenced process appended since may have been sealed by a leader that started after that
+                self._held[name] = {g for g in self._groups_in(name) if self._needed(g)}
             if not self._held[name]:
                 (folder / str(name)).unlink(missing_ok=True)
                 del self._held[name]
+
+    def _groups_in(self, name: SegmentName) -> set[int]:
+        return {header.group for header, _ in read_segment(parts_dir(self._run.buffer_dir), name)}.union(self.state.in_segment.get(str(name), ()))
 
     def _needed(self, group_id: int) -> bool:
         """Its bytes may still be asked for, or are kept for analysis. A group that was dropped before it was sealed has nothing to keep."""

@@ -1,6 +1,7 @@
 """Segment files: finished samples, appended by the one process that made them.
 
-    parts/e000002.node7.4711.0000.seg      epoch, host, process and number of the segment
+    parts/e000002.node7.4711.0000.seg            epoch, host, process and number of the segment
+    parts/p0001.e000002.node7.4711.0000.seg      of a pool (miles.rundir.pooldir): its number and its epoch
 
 A sample is written once, where it was made, by one write and one fsync; groups refer to it. So a group costs the file system a handful of
 operations, however many samples it has, and no process copies the bytes of others. A segment belongs to one writer, so no append is shared. It ends
@@ -10,43 +11,52 @@ at `SEGMENT_BYTES`, or where a write failed: nothing is appended after bytes tha
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from miles.buffer.frames import Header, Place, read_header
 from miles.rundir.publish import explain_os_errors, fsync_dir, write_durably
 
 SEGMENT_BYTES = 64 << 20  # of 10 GB kept there are 160 files, and one that is not full for each writer
+_NAME = re.compile(r"(p(?P<pool>\d+)\.)?e(?P<epoch>\d+)\.(?P<writer>[^.]+\.\d+)\.(?P<number>\d+)\.seg")
 _HOST = socket.gethostname().split(".")[0].replace(".", "-")
+
+
+class Source(NamedTuple):
+    """Processes that are fenced together: the rollout ranks of a pool (0: of the run's own job) in one epoch of it."""
+
+    pool: int
+    epoch: int
 
 
 @dataclass(frozen=True, order=True)
 class SegmentName:
-    epoch: int
+    source: Source
     writer: str
     number: int
 
     @classmethod
     def parse(cls, name: str) -> SegmentName | None:
         """None: the file is no segment."""
-        parts = name.split(".")
-        if len(parts) != 5 or parts[4] != "seg":
-            return None
-        return cls(int(parts[0][1:]), f"{parts[1]}.{parts[2]}", int(parts[3]))
+        found = _NAME.fullmatch(name)
+        return cls(Source(int(found["pool"] or 0), int(found["epoch"])), found["writer"], int(found["number"])) if found else None
 
     def __str__(self) -> str:
-        return f"e{self.epoch:06d}.{self.writer}.{self.number:04d}.seg"
+        pool = f"p{self.source.pool:04d}." if self.source.pool else ""
+        return f"{pool}e{self.source.epoch:06d}.{self.writer}.{self.number:04d}.seg"
 
 
 class SegmentWriter:
     """Appends frames durably. Safe to call from several threads of a process."""
 
-    def __init__(self, folder: Path, epoch: int, fence: Callable[[], None]):
+    def __init__(self, folder: Path, source: Source, fence: Callable[[], None]):
         """`fence` is called before each new segment and raises when this epoch is over."""
-        self._folder, self._epoch, self._fence = folder, epoch, fence
+        self._folder, self._source, self._fence = folder, source, fence
         self._lock, self._fd, self._size, self._number = threading.Lock(), -1, 0, 0
 
     def append(self, frame: bytes) -> None:
@@ -74,7 +84,7 @@ class SegmentWriter:
             os.close(self._fd)
             self._fd = -1
         while True:  # a process of an earlier attempt on this host may have had our id
-            name = str(SegmentName(self._epoch, f"{_HOST}.{os.getpid()}", self._number))
+            name = str(SegmentName(self._source, f"{_HOST}.{os.getpid()}", self._number))
             self._number += 1
             try:
                 fd = os.open(self._folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
@@ -96,14 +106,14 @@ class SegmentReader:
         self._folder = folder
         self._offsets: dict[SegmentName, int] = {}
 
-    def poll(self, epoch: int | None = None) -> Iterator[tuple[Header, Place]]:
-        """`epoch`: look at segments of this epoch alone. A segment that has a successor and was read to its end is not opened again."""
+    def poll(self, sources: Collection[Source] | None = None) -> Iterator[tuple[Header, Place]]:
+        """`sources`: look at segments of these alone. A segment that has a successor and was read to its end is not opened again."""
         names = segments(self._folder)
-        last = {(n.epoch, n.writer): n.number for n in names}
+        last = {(n.source, n.writer): n.number for n in names}
         for name in names:
-            open_end = name.number == last[name.epoch, name.writer]
+            open_end = name.number == last[name.source, name.writer]
             offset = self._offsets.get(name, 0)
-            if offset < 0 or (epoch is not None and name.epoch != epoch):
+            if offset < 0 or (sources is not None and name.source not in sources):
                 continue
             try:
                 for found in read_segment(self._folder, name, offset):

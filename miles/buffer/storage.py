@@ -17,7 +17,7 @@ import msgspec
 import xxhash
 
 from miles.buffer.frames import Place, damaged, decode_leaf, encode_frame, read_frame, summary
-from miles.buffer.segments import SegmentReader, SegmentWriter
+from miles.buffer.segments import SegmentReader, SegmentWriter, Source
 from miles.core import Group, StructureError, Trajectory
 from miles.rundir.journal import decode, encode
 from miles.rundir.publish import create_bytes, explain_os_errors, fsync_dir
@@ -50,36 +50,47 @@ def group_path(buffer_dir: Path, group_id: int) -> Path:
     return buffer_dir / "groups" / xxhash.xxh32_hexdigest(name.encode())[:2] / f"{name}.json"
 
 
+FIRST = Source(pool=0, epoch=0)
 _writer: tuple[tuple, SegmentWriter] | None = None  # of this process: it makes samples of one run and epoch
 
 
-def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], epoch: int = 0, fence=lambda: None) -> None:
+def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Source = FIRST, fence=lambda: None) -> None:
     """Append one sample, all its leaves at once, to a segment of this process. Of a sample written twice the last counts.
 
     `fence` raises when the epoch is over. Raises StructureError (cause `leaves`): these are not the leaves of one sample.
     """
     global _writer
     frame = encode_frame(leaves)
-    key = (os.getpid(), buffer_dir, epoch)
+    key = (os.getpid(), buffer_dir, source)
     if _writer is None or _writer[0] != key:
         if _writer is not None and _writer[0][0] == key[0]:
             _writer[1].close()
-        _writer = (key, SegmentWriter(parts_dir(buffer_dir), epoch, fence))
+        _writer = (key, SegmentWriter(parts_dir(buffer_dir), source, fence))
     _writer[1].append(frame)
 
 
 class Parts:
     """The finished samples of a run, by group. `poll` looks for new ones."""
 
-    def __init__(self, buffer_dir: Path, epoch: int | None = None):
-        """`epoch`: take what older epochs have left up to now, and from then on the samples of this epoch alone: what an older process, which
-        the fence has not reached yet, still appends is not seen."""
-        self._reader, self._epoch = SegmentReader(parts_dir(buffer_dir)), epoch
+    def __init__(self, buffer_dir: Path, source: Source | None = None):
+        """`source`: take what all others have left up to now, and from then on the samples of this one alone, and of those that are followed: what an
+        older process, which the fence has not reached yet, still appends is not seen."""
+        self._reader, self._sources = SegmentReader(parts_dir(buffer_dir)), source and {source}
         self.groups: dict[int, dict[int, Part]] = {}
         self._take(None)
 
     def poll(self) -> None:
-        self._take(self._epoch)
+        self._take(self._sources)
+
+    def follow(self, source: Source) -> None:
+        """Take this one's samples too, those that it has written before as well."""
+        self._sources.add(source)
+        self.poll()
+
+    def leave(self, source: Source) -> None:
+        """Take what is there of this one's samples, and none that it writes from now on."""
+        self.poll()
+        self._sources.discard(source)
 
     def of(self, group_id: int, samples: Sequence[int]) -> dict[int, Part]:
         """Those of `samples` that are there."""
@@ -89,8 +100,8 @@ class Parts:
     def forget(self, group_id: int) -> None:
         self.groups.pop(group_id, None)
 
-    def _take(self, epoch: int | None) -> None:
-        for header, place in self._reader.poll(epoch):
+    def _take(self, sources: set[Source] | None) -> None:
+        for header, place in self._reader.poll(sources):
             self.groups.setdefault(header.group, {})[header.sample] = Part(place, [summary(leaf) for leaf in header.leaves])
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from miles.buffer import storage
 from miles.buffer.filters import load_filter
+from miles.buffer.segments import Source
 from miles.buffer.view import journal_name
 from miles.core import Role, Trajectory
 from miles.rundir import JournalWriter, RunDir
@@ -15,8 +16,8 @@ from miles.rundir import JournalWriter, RunDir
 
 def write_part(run: RunDir, epoch: int, leaves: Sequence[Trajectory]) -> None:
     """Make a finished sample durable, all its leaves at once. Fenced: a rank of an older epoch cannot begin a segment, and the leader of a newer one does
-    not look at what it appends to the one that it has."""
-    storage.write_part_file(run.buffer_dir, leaves, epoch, lambda: run.check_epoch(Role.ROLLOUT, epoch))
+    not look at what it appends to the one that it has. `epoch`: of the rollout role, or of the pool whose handle `run` is."""
+    storage.write_part_file(run.buffer_dir, leaves, Source(run.pool, epoch), lambda: run.check_epoch(Role.ROLLOUT, epoch))
 
 
 class BufferWriter:
@@ -28,13 +29,25 @@ class BufferWriter:
         run.check_epoch(Role.ROLLOUT, epoch)
         self._filter = load_filter(run.config.buffer.filter)
         self._journal = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, epoch))
-        self._parts = storage.Parts(run.buffer_dir, epoch)
+        self._parts = storage.Parts(run.buffer_dir, Source(0, epoch))
 
     def finished_parts(self, groups: Collection[int]) -> dict[int, list[int]]:
         """Samples on disk of these groups, which are open; those of all others are forgotten."""
         for group in self._parts.groups.keys() - set(groups):
             self._parts.forget(group)
         return {group: sorted(parts) for group, parts in self._parts.groups.items()}
+
+    def follow(self, pool: int, epoch: int) -> None:
+        """Seal this pool's samples too. Those of each epoch of it have to be followed anew."""
+        self._parts.follow(Source(pool, epoch))
+
+    def leave(self, pool: int, epoch: int) -> None:
+        """Keep the samples that this pool has written, and look at none that it writes from now on."""
+        self._parts.leave(Source(pool, epoch))
+
+    def has_part(self, group_id: int, sample: int) -> bool:
+        """Whether a finished sample was on disk when parts were last looked for."""
+        return sample in self._parts.groups.get(group_id, {})
 
     def start(self, group_id: int, task_id: str, retry_of: int | None = None) -> None:
         self._append({"kind": "start", "group": group_id, "task": task_id, **({} if retry_of is None else {"retry_of": retry_of})})

@@ -26,15 +26,7 @@ def follow(run: RunDir, console: Console, alive: Callable[[], bool] | None = Non
 
     `alive` overrides what the files say, for a caller that holds the job or process itself.
     """
-    show = _Live(console) if console.is_terminal else _Lines(console)
-    with show:
-        while True:
-            still = alive() if alive else None  # asked before the files are read: what ended meanwhile is in them
-            now = progress(run)
-            show.update(now)
-            if not (now.alive if still is None else still):
-                break
-            time.sleep(POLL_S)
+    now = show_while(run, console, alive)
     if now.finished:
         console.print(f"finished: {now.step} steps, {len(now.attempts)} attempt{'s' * (len(now.attempts) > 1)}, {now.run}", soft_wrap=True)
         return 0
@@ -42,6 +34,19 @@ def follow(run: RunDir, console: Console, alive: Callable[[], bool] | None = Non
     console.print(f"not finished: {last.get('text') or now.job_reason or 'the job left no cause'}\n  logs: miles-submit logs {now.run}\n"
                   f"  go on: miles-submit resume {now.run}", soft_wrap=True)
     return outcome(run)
+
+
+def show_while(run: RunDir, console: Console, alive: Callable[[], bool] | None = None) -> Progress:
+    """Show the run until `alive` says no; returns how it stood then."""
+    show = _Live(console) if console.is_terminal else _Lines(console)
+    with show:
+        while True:
+            still = alive() if alive else None  # asked before the files are read: what ended meanwhile is in them
+            now = progress(run)
+            show.update(now)
+            if not (now.alive if still is None else still):
+                return now
+            time.sleep(POLL_S)
 
 
 def cells(row: dict) -> list[str]:

@@ -155,25 +155,80 @@ def local(config: Path, overrides: tuple[str, ...], scale: str | None, watch: bo
 
 @main.command()
 @RUN
+@click.option("--nodes", type=int, required=True, help="Nodes of the pool, each set up like a rollout node of the run.")
+@click.option("--in-flight", type=int, help="Trajectories at once in this pool (default: as many for each engine as in the run).")
+@click.option("--time-limit", metavar="[D-]HH:MM:SS", help="Slurm time limit (default: cluster.time_limit of the run).")
+@click.option("--local", "here", is_flag=True, help="Without Slurm, on this machine, in the foreground; Ctrl-C ends the pool.")
+@click.option("--dry-run", is_flag=True, help="Print the job's script and submit nothing.")
+@click.option("--follow", "watch", is_flag=True, help="Show the run until the pool ends; its outcome is the exit code.")
+@JSON
+def attach(run: str, nodes: int, in_flight: int | None, time_limit: str | None, here: bool, dry_run: bool, watch: bool, as_json: bool) -> None:
+    """Add a pool of further rollout nodes to RUN, as a Slurm job of its own.
+
+    The pool works through the run directory alone: it may start, be preempted and end at any time, and nothing is lost. It ends with the run.
+
+    \b
+      miles-submit attach latest --nodes 4
+      miles-submit attach 4711 --nodes 2 --time-limit 04:00:00 --in-flight 64
+      miles-submit attach latest --nodes 1 --local
+      miles-submit attach latest --nodes 4 --dry-run
+    """
+    from miles.cluster.attach import pool_facts
+    from miles.cluster.pool import started_pool, supervise_pool
+    from miles.cluster.preflight import preflight, refuse
+    from miles.cluster.progress import find_run
+    from miles.cluster.render import render_pool
+    from miles.cluster.submit import submit_pool
+    from miles.config import load_site
+    from miles.rundir import PoolDir
+
+    found = find_run(run)
+    facts = pool_facts(found.config, nodes, in_flight, time_limit, finished=found.finished)
+    config, site = facts.config_of(found.config), load_site(found.config.cluster.site)
+    if dry_run:
+        click.echo(render_pool(found.path, found.next_pool(), config, site), nl=False)
+        return
+    refuse(preflight(config, site, "local" if here else "slurm", pool=True))
+    pool = PoolDir.create(found, facts)
+    job = None if here else submit_pool(pool)
+    said = {"run": str(found.path), "pool": pool.pool, "job_id": job and job.job_id, "nodes": nodes, "in_flight": facts.in_flight}
+    click.echo(json.dumps(said) if as_json else f"pool {pool.pool} of {found.path}: {f'job {job.job_id}' if job else 'on this machine'}, "
+               f"{facts.in_flight} trajectories at once")
+    if here and not watch:
+        sys.exit(supervise_pool(pool, "local"))
+    if here:
+        with started_pool(pool) as process:
+            _follow_pool(pool, lambda: process.poll() is None)
+    elif watch:
+        _follow_pool(pool, lambda: not job.done())
+
+
+@main.command()
+@RUN
 @JSON
 def status(run: str, as_json: bool) -> None:
-    """Where RUN stands: job state, steps, attempts and how they ended.
+    """Where RUN stands: job state, steps, attempts and how they ended, and its pools.
 
     \b
       miles-submit status
       miles-submit status runs/tiny_async-20260101T120000Z --json
     """
     from miles.cli.follow import COLUMNS, cells, headline
+    from miles.cluster.attach import pool_rows
     from miles.cluster.progress import find_run, progress
 
-    now = progress(find_run(run))
+    found = find_run(run)
+    now, pools = progress(found), pool_rows(found)
     if as_json:
-        click.echo(json.dumps(now.to_json(), indent=1))
+        click.echo(json.dumps(now.to_json() | {"pools": pools}, indent=1))
         return
     click.echo(headline(now))
     click.echo(f"step {now.step} of {now.steps}, " + ("finished" if now.finished else "under way" if now.alive else "stopped"))
     for a in now.attempts:
         click.echo(f"  attempt {a['attempt']}: {a.get('outcome', 'under way' if now.alive else 'ended without a record')}" + (f", {a['text']}" if "text" in a else ""))
+    for p in pools:
+        click.echo(f"  pool {p['pool']}: {'job ' + p['job_id'] if p['job_id'] else 'local'} {p['state']}, {p['nodes']} node{'s' * (p['nodes'] > 1)}, "
+                   f"{p['engines']} engines up, {p['running']} of {p['in_flight']} trajectories" + (f"; {p['text']}" if p["text"] else ""))
     if now.rows:
         click.echo("  ".join(f"{n} {v}" for n, v in zip(COLUMNS, cells(now.rows[-1]))))
 
@@ -314,6 +369,16 @@ def _run_here(run, watch: bool) -> None:
         sys.exit(run_local(run))
     with started_local(run) as process:
         sys.exit(show(run, console, alive=lambda: process.poll() is None))
+
+
+def _follow_pool(pool, alive) -> None:
+    from miles.cli.follow import show_while
+    from miles.cluster.progress import pool_outcome
+
+    show_while(pool, console, alive)
+    text, code = pool_outcome(pool)
+    console.print(f"pool {pool.pool} is over: {text}", soft_wrap=True)
+    sys.exit(code)
 
 
 def _print_findings(findings) -> None:

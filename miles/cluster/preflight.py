@@ -40,8 +40,9 @@ class Finding:
 Check = Callable[[MilesConfig, SiteConfig], str]
 
 
-def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None) -> list[Finding]:
-    """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here."""
+def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None, *, pool: bool = False) -> list[Finding]:
+    """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here. `pool`: `config` is that of
+    a pool, which has no trainer."""
     checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
         ("memory", memory, False), ("functions", functions, True), ("tasks", tasks, False),
         ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
@@ -49,7 +50,7 @@ def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None
     if config.tasks.kind == "harness":
         checks.append(("harness", harness, True))
     if launcher != "local":
-        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
+        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_pool_nodes if pool else slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
     if launcher != "slurm":
         checks += [("mpi world", local_world, True)]
     findings: list[Finding] = []
@@ -211,13 +212,19 @@ def slurm_version(config: MilesConfig, site: SiteConfig) -> str:
 
 def slurm_nodes(config: MilesConfig, site: SiteConfig) -> str:
     """The partition exists and has enough nodes with enough GPUs (whether they are free is the queue's business)."""
+    c = config.cluster
+    return _fitting_nodes(site, c.trainer.nodes + c.rollout.nodes, max(c.trainer.gpus_per_node, c.rollout.gpus_per_node))
+
+
+def slurm_pool_nodes(config: MilesConfig, site: SiteConfig) -> str:
+    return _fitting_nodes(site, config.cluster.rollout.nodes, config.cluster.rollout.gpus_per_node)
+
+
+def _fitting_nodes(site: SiteConfig, wanted: int, need: int) -> str:
     partition = [f"--partition={site.partition}"] if site.partition else []
     nodes = parse_nodes(slurm.command(["sinfo", "--noheader", "--Node", "--format=%N|%G|%P", *partition]).stdout, default=not partition)
     if not nodes:
         raise EnvironmentFault(f"partition {site.partition or '(default)'} has no nodes", "a partition with nodes", "correct site.partition (sinfo -s)")
-    c = config.cluster
-    need = max(c.trainer.gpus_per_node, c.rollout.gpus_per_node)
-    wanted = c.trainer.nodes + c.rollout.nodes
     fit = sum(gpus >= need for gpus in nodes.values())
     if fit < wanted:
         raise EnvironmentFault(f"{fit} nodes with {need} GPUs in partition {site.partition or '(default)'}", f">= {wanted}",

@@ -13,7 +13,7 @@ import h5py
 
 from miles.cluster import slurm
 from miles.core import ConfigError, EnvironmentFault, Role
-from miles.rundir import RunDir
+from miles.rundir import PoolDir, RunDir
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,15 @@ def supervisor_pid(run: RunDir) -> int | None:
     number = run.attempts()[-1] if run.attempts() else None
     if number is None or not (facts := _attempt(run, number)).get("pid"):
         return None
+    return facts["pid"] if is_our_process(facts) else None
+
+
+def is_our_process(facts: dict) -> bool:
+    """Whether the local supervisor that wrote these facts (`pid`, `host`, `launcher`) lives on this machine."""
     with contextlib.suppress(OSError):
         words = Path(f"/proc/{facts['pid']}/cmdline").read_bytes().split(b"\0")
-        if facts["launcher"] == "local" and facts["host"] == os.uname().nodename and any(b"miles" in w for w in words):
-            return facts["pid"]
-    return None
+        return facts["launcher"] == "local" and facts["host"] == os.uname().nodename and any(b"miles" in w for w in words)
+    return False
 
 
 def cancel(run: RunDir) -> str:
@@ -117,6 +121,14 @@ def outcome(run: RunDir) -> int:
     return (_attempt(run, attempts[-1]).get("exit_code") if attempts else None) or 1
 
 
+def pool_outcome(pool: PoolDir) -> tuple[str, int]:
+    """Why a pool ended, and the exit code of its supervisor (1 when it left no record)."""
+    with contextlib.suppress(FileNotFoundError):
+        record = json.loads((pool.folder / "exit.json").read_text())
+        return f"{record['outcome']}, {record['text']}", record["exit_code"]
+    return "it left no record", 1
+
+
 def tail(path: Path, lines: int, most_bytes: int = 1 << 18) -> str:
     """The last lines of a text file, whatever its size."""
     with open(path, "rb") as f:
@@ -125,12 +137,13 @@ def tail(path: Path, lines: int, most_bytes: int = 1 << 18) -> str:
 
 
 def log_files(run: RunDir, attempt: int | None = None) -> list[Path]:
-    """Text logs of an attempt (default: the newest), supervisor first."""
+    """Text logs of an attempt, supervisor first; without a number, of the newest attempt and of all pools."""
     number = attempt or max(run.attempts(), default=0)
     folder = run.attempt_dir(number)
     if not folder.is_dir():
         raise ConfigError(f"{run.path} has no attempt {number}", f"one of {run.attempts()}", "the job may still be queued: miles-submit status")
-    return [folder / "supervisor.log", *sorted(p for p in folder.rglob("*.log") if p.name != "supervisor.log")]
+    pools = () if attempt else (p for p in run.pools_dir.glob("*/*.log"))
+    return [folder / "supervisor.log", *sorted(p for p in folder.rglob("*.log") if p.name != "supervisor.log"), *sorted(pools)]
 
 
 def check_resume(run: RunDir, other) -> None:

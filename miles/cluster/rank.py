@@ -1,7 +1,8 @@
 """`python -m miles.cluster.rank RUN MODULE`: the thin parent of one MPI rank.
 
-It sends the rank's output to RUN/attempts/NNNN/<role>-<rank>.e<epoch>.log, and records pid, host and at the end the exit code in
-RUN/attempts/NNNN/ranks/<role>-<rank>.e<epoch>.json, because neither srun nor mpiexec tells which rank failed first and how.
+It sends the rank's output to FOLDER/<role>-<rank>.e<epoch>.log, and records pid, host and at the end the exit code in
+FOLDER/ranks/<role>-<rank>.e<epoch>.json, because neither srun nor mpiexec tells which rank failed first and how. FOLDER is RUN/attempts/NNNN, or RUN/pools/NNNN
+for a rank of a pool, which has its number in the whole run in the names.
 Alternatives that do not work: `srun -o` patterns are wrong for het components > 0; srun's exit code is that of the last rank it killed.
 Imports little: it starts once per rank. A rank dies with its wrapper, the wrapper with its launcher (PR_SET_PDEATHSIG).
 """
@@ -31,10 +32,10 @@ def die_with_parent() -> None:
 
 def main(run: str, module: str) -> int:
     env = os.environ
-    role, attempt, epoch = env["MILES_ROLE"], int(env["MILES_ATTEMPT"]), int(env["MILES_EPOCH"])
+    role, epoch, first = env["MILES_ROLE"], int(env["MILES_EPOCH"]), int(env["MILES_FIRST_RANK"])
     rank = int(env["SLURM_PROCID"] if env["MILES_LAUNCHER"] == "slurm" else env["PMI_RANK"])
-    folder = Path(run) / "attempts" / f"{attempt:04d}"
-    name = f"{role}-{rank}.e{epoch:04d}"
+    folder = Path(env["MILES_FOLDER"])
+    name = f"{role}-{first + rank}.e{epoch:04d}"
     die_with_parent()
     remove_dead_segments()
     for sig in (signal.SIGUSR2, signal.SIGINT):
@@ -56,7 +57,7 @@ def main(run: str, module: str) -> int:
     # first of them to go looks like a crash, as to srun --kill-on-bad-exit does a 75: peers still writing would be killed.
     size = int(env["SLURM_NTASKS"] if env["MILES_LAUNCHER"] == "slurm" else env["PMI_SIZE"])
     deadline = time.monotonic() + LEAVE_S
-    while time.monotonic() < deadline and not all(ended(folder / "ranks" / f"{role}-{r}.e{epoch:04d}.json") for r in range(size)):
+    while time.monotonic() < deadline and not all(ended(folder / "ranks" / f"{role}-{first + r}.e{epoch:04d}.json") for r in range(size)):
         time.sleep(0.1)
     return 0
 

@@ -34,7 +34,7 @@ def find_or_create(config_path: str, overrides: tuple[str, ...], run: str | None
             publish_bytes(note, str(found.path).encode())
     check_sizes(found.config, env)
     if "SLURM_JOB_ID" in env:
-        note_job(found, env["SLURM_JOB_ID"])
+        note_job(found.path, env["SLURM_JOB_ID"])
     return found
 
 
@@ -46,9 +46,9 @@ def create_run(config: MilesConfig) -> RunDir:
     return RunDir.create(config)
 
 
-def note_job(run: RunDir, job_id: str) -> None:
-    """Which Slurm job works on the run: for status, cancel and logs."""
-    publish_bytes(run.path / "job.json", json.dumps({"job_id": job_id}).encode())
+def note_job(folder: Path, job_id: str) -> None:
+    """Which Slurm job works on the run, or is the pool, whose folder this is: for status, cancel and logs."""
+    publish_bytes(folder / "job.json", json.dumps({"job_id": job_id}).encode())
 
 
 def check_sizes(config: MilesConfig, env: Mapping[str, str]) -> None:

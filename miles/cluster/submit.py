@@ -14,11 +14,11 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm import slurm as submitit_slurm
 
 from miles.cluster import slurm
-from miles.cluster.render import render_job
+from miles.cluster.render import render_job, render_pool
 from miles.cluster.start import note_job
 from miles.config import load_site
-from miles.core import EnvironmentFault
-from miles.rundir import RunDir
+from miles.core import EnvironmentFault, MilesError
+from miles.rundir import PoolDir, RunDir, remove_tree
 
 
 class SqueueWatcher(submitit_slurm.SlurmInfoWatcher):
@@ -78,13 +78,27 @@ def submit(run: RunDir, config_path: str | Path) -> HetJob:
 
     The job gets `--run`: the same directory now, after a requeue, and on resume.
     """
+    job = _queue(run, render_job(run.config, config_path, load_site(run.config.cluster.site)), ["--run", str(run.path)])
+    note_job(run.path, job.job_id)
+    return job
+
+
+def submit_pool(pool: PoolDir) -> HetJob:
+    """Queue the job of a pool; it has one component. Raises EnvironmentFault like `submit`; then the pool is gone."""
+    try:
+        job = _queue(pool, render_pool(pool.path, pool.pool, pool.config, load_site(pool.config.cluster.site)), [])
+    except MilesError:
+        remove_tree(pool.folder)
+        raise
+    note_job(pool.folder, job.job_id)
+    return job
+
+
+def _queue(run: RunDir, script: str, arguments: list[str]) -> HetJob:
     folder = run.path.parent / "jobs"
     folder.mkdir(exist_ok=True)
-    script = render_job(run.config, config_path, load_site(run.config.cluster.site))
     try:
-        job = HetJobExecutor(folder).submit_script(script, ["--run", str(run.path)])
+        return HetJobExecutor(folder).submit_script(script, arguments)
     except FailedJobError as e:
         raise EnvironmentFault(f"sbatch refused the job: {str(e).strip()}", "a job that this cluster accepts",
                                "check the site profile (account, partition, qos) and the node counts; `miles-submit check` compares them") from e
-    note_job(run, job.job_id)
-    return job

@@ -57,26 +57,26 @@ PACKAGES = ("miles", "torch", "sglang", "megatron-core", "transformers", "mpi4py
 
 
 class Step:
-    """One launch of one role: the srun or mpiexec process and the records of its ranks."""
+    """One launch of one role: the srun or mpiexec process and the records of its ranks. With a PoolDir as `run`, one launch of that pool's ranks."""
 
     def __init__(self, run: RunDir, site: SiteConfig, launcher: str, role: Role, attempt: int, module: str):
         self.role, self.launcher = role, launcher
         self.epoch = run.new_epoch(role)
         self.records = run.attempt_dir(attempt) / "ranks"
-        self.ranks = launch.component(run.config, role).ranks
+        self.ranks, self.first_rank = launch.component(run.config, role).ranks, run.first_rank
         self.hung = self.asked = False
         self.deadline, self.check_at, self.bereft = time.monotonic() + START_S, time.monotonic() + CHECK_S, False
         if launcher == "slurm":
-            argv, env = launch.slurm_argv(run.config, site, role, run.path, module), dict(os.environ)
+            argv, env = launch.slurm_argv(run, site, role, module), dict(os.environ)
         else:
             argv, env = launch.local_argv(run.config, role, run.path, module), slurm.scrubbed(os.environ)
         # A session of its own: Ctrl-C reaches the supervisor alone, and the whole step can be killed as a group.
         # die_with_parent: srun and mpiexec end with the supervisor, and their ranks with them.
-        self.process = subprocess.Popen(argv, env={**env, **launch.rank_environment(run.path, site, launcher, role, attempt, self.epoch)},
+        self.process = subprocess.Popen(argv, env={**env, **launch.rank_environment(run, site, launcher, role, attempt, self.epoch)},
                                         stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=die_with_parent)
 
     def rank_log(self, rank: int) -> Path:
-        return self.records.parent / f"{self.role}-{rank}.e{self.epoch:04d}.log"
+        return self.records.parent / f"{self.role}-{self.first_rank + rank}.e{self.epoch:04d}.log"
 
     def reports(self) -> list[dict]:
         out = []
@@ -118,7 +118,7 @@ class Step:
             step = next((r["step"] for r in self.reports()), None)
             if step is not None and not hard:
                 # Not to srun: TERM makes it kill the tasks at once. The step belongs to the component's own job id.
-                job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{launch.HET_GROUP[self.role]}", os.environ["SLURM_JOB_ID"])
+                job = os.environ.get(f"SLURM_JOB_ID_HET_GROUP_{launch.HET_GROUP[self.role]}", os.environ["SLURM_JOB_ID"])  # a pool's is no het job
                 slurm.signal_step(f"{job}.{step}", "TERM")
                 return
         elif not hard:
@@ -206,9 +206,7 @@ class Supervisor:
         for action in actions:
             match action:
                 case Start(role, restart):
-                    # The first restart at once, then slower: whatever killed the step may need a moment to pass.
-                    delay = 0.0 if restart <= 1 else min(BACKOFF_S * 2.0 ** (restart - 2), MOST_BACKOFF_S)
-                    self.starting[role] = time.monotonic() + delay
+                    self.starting[role] = time.monotonic() + restart_delay(restart)
                 case Nudge(role):
                     if role in self.steps:
                         self.steps[role].nudge()
@@ -260,6 +258,11 @@ class Supervisor:
         print(line, flush=True)
         with contextlib.suppress(OSError):  # a full disk ends ranks, with advice; not the one who reports it
             print(line, file=self.log)
+
+
+def restart_delay(restart: int) -> float:
+    """Seconds before the `restart`-th restart: the first at once, then slower, because whatever killed the step may need a moment to pass."""
+    return 0.0 if restart <= 1 else min(BACKOFF_S * 2.0 ** (restart - 2), MOST_BACKOFF_S)
 
 
 def _headline(outcome: Outcome) -> str:

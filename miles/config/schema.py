@@ -83,6 +83,8 @@ class RolloutConfig(Section):
     history: Literal["linear", "branching"] = Field("linear", description="What becomes of a request that does not go on from a session's last turn (or repeat it): `linear` = refused, one training sequence per sample; `branching` = it goes on from the deepest turn that it still holds, and each conversation kept is a training sequence; a span sampled once is trained once.")
     max_sessions: int = Field(1024, ge=1, description="Sessions open at once over HTTP on one rollout rank; one more is answered with status 429.")
     retries: int = Field(2, ge=0, description="How often a trajectory is started again after an infrastructure failure.")
+    pool_lease_s: float = Field(30.0, gt=0, description="Seconds without a sign of life after which an attached pool (`miles-submit attach`) is taken for lost: what it ran is started again elsewhere. It writes every 2 seconds; a busy file system may delay that.")
+    pool_wait_s: float = Field(600.0, gt=0, description="Seconds for which an attached pool waits for the run's rollout leader, when it is away (queued, restarting, cancelled), before it ends.")
 
 
 class SpeculativeConfig(Section):

@@ -6,8 +6,10 @@ import socket
 from dataclasses import dataclass, field
 
 from miles.core import EnvironmentFault
+from miles.rundir import POOL_RANKS
 
 TRIES = 200
+PORTS_PER_RANK = 20
 
 
 @dataclass
@@ -23,6 +25,11 @@ class PortLease:
 
     def release(self) -> None:
         self._claim.close()
+
+
+def first_port(base: int, rank: int) -> int:
+    """Where rank `rank` begins to look. Ranks of pools, whose numbers are large, begin where those of the run with the same place do."""
+    return base + rank % POOL_RANKS * PORTS_PER_RANK
 
 
 def lease_port(first: int, host: str = "127.0.0.1") -> PortLease:

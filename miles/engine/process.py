@@ -17,13 +17,12 @@ from miles.config import MilesConfig
 from miles.core import EnvironmentFault
 from miles.engine.command import ModelShape, Platform, server_argv, server_env
 from miles.engine.launch import PARENT_ENV, TOKEN_ENV
-from miles.engine.ports import PortLease, lease_port
+from miles.engine.ports import PortLease, first_port, lease_port
 
 log = logging.getLogger(__name__)
 
 SERVER = "miles.engine.launch"
 """The module that the child process runs. Tests that kill engines by the dozen put a stand-in here (tests/engine/stub.py)."""
-PORTS_PER_RANK = 20
 POLL_S = 0.2
 TAIL_LINES = 25
 PORT_TAKEN = ("address already in use", "is not available", "port is already")
@@ -80,7 +79,7 @@ class EngineProcess:
         Raises EnvironmentFault with the end of its log when it exits or does not answer within engine.start_timeout_s.
         """
         began = time.monotonic()
-        first = self.config.engine.port_base + self.rank * PORTS_PER_RANK
+        first = first_port(self.config.engine.port_base, self.rank)
         while True:
             self._lease = lease_port(first, self.host)
             await self._spawn(weight_version, model_path)

@@ -73,12 +73,13 @@ def read_run(path: str | Path) -> RunData:
     run = RunDir(path)
     tables: dict[str, list[Table]] = {}
     files, unreadable = [], []
-    for file in sorted((run.path / "attempts").glob("*/logs/*.h5")):
+    for file in sorted([*run.path.glob("attempts/*/logs/*.h5"), *run.path.glob("pools/*/logs/*.h5")]):
         match = _LOG_NAME.search(file.name)
         if not match:
             unreadable.append(f"{file.relative_to(run.path)}: not a log name (<role>-<rank>.e<epoch>.h5)")
             continue
-        origin = {"role": match["role"], "rank": int(match["rank"]), "epoch": int(match["epoch"]), "attempt": int(file.parts[-3])}
+        attempt = int(file.parts[-3]) if file.parts[-4] == "attempts" else 0  # a pool belongs to no attempt; the numbers of its ranks tell it apart
+        origin = {"role": match["role"], "rank": int(match["rank"]), "epoch": int(match["epoch"]), "attempt": attempt}
         found, attrs, errors = read_log(file)
         unreadable += [f"{file.relative_to(run.path)}: {e}" for e in errors]
         if found is None:

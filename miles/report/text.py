@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+from miles.rundir import POOL_RANKS
+
 WIDTH = 100
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -130,7 +132,7 @@ def _schedule(s: dict[str, Any]) -> list[str]:
         )
     out.append(
         f"queue of {q['capacity']}: ready {_spread(q['ready'], '.0f')}; in flight {_spread(q['in_flight'], '.0f')}, cap "
-        f"{q['in_flight_cap']}"
+        f"{q['in_flight_cap']}" + (" and what pools bring" if any(e["rank"] >= POOL_RANKS for e in s["engines"]["list"]) else "")
     )
     out.append(
         "groups: "

@@ -1,6 +1,7 @@
-"""`python -m miles.rollout RUN`: one MPI rank of the rollout step, started by `miles.cluster.supervise`.
+"""`python -m miles.rollout RUN`: one MPI rank of the rollout step, started by `miles.cluster.supervise`; or, with MILES_POOL, of a pool, started by
+`miles.cluster.pool`.
 
-Every rank runs a Worker; rank 0 runs the Leader too. The pump below moves their messages; it polls MPI and never blocks in it.
+Every rank runs a Worker; rank 0 runs the Leader too, in a pool the PoolLeader. The pump below moves their messages; it polls MPI and never blocks in it.
 """
 
 import asyncio
@@ -16,15 +17,19 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
     from miles.env import load_tasks, sweep
     from miles.log import RunLog
     from miles.rollout.leader import Leader
+    from miles.rollout.pool_leader import PoolLeader
     from miles.rollout.worker import Worker
     from miles.session import settle_collector
     from miles.weights.store import WeightStore
 
     sweep(Path(load_site(run.config.cluster.site).scratch))  # what killed ranks of this node left behind
-    log = RunLog(run.log_path(attempt, Role.ROLLOUT, world.rank, epoch), role="rollout", rank=world.rank, attempt=attempt, epoch=epoch)
+    rank = run.first_rank + world.rank
+    log = RunLog(run.log_path(attempt, Role.ROLLOUT, rank, epoch), role="rollout", rank=rank, attempt=attempt, epoch=epoch)
     tasks = {t.name: t for t in load_tasks(run.config.tasks.path)}
-    worker = Worker(run, world.rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
-    leader = Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest) if world.leader else None
+    worker = Worker(run, rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
+    leader = None
+    if world.leader:
+        leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest)
     settle_collector()
     life = asyncio.create_task(worker.run())
     while not life.done():
@@ -39,6 +44,8 @@ async def rollout(run, world, epoch: int, attempt: int) -> int:
                 worker.look()
                 if run.finished:
                     worker.stop()
+            elif message["kind"] == "stop":
+                worker.stop()
             elif leader is not None:
                 leader.receive(source, message)
         if leader is not None:
@@ -55,10 +62,11 @@ def main() -> int:
     import uvloop
 
     from miles.comm import World
-    from miles.rundir import RunDir
+    from miles.rundir import PoolDir, RunDir
 
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the trainer checkpoints; this side has nothing that is not on disk already
-    run = RunDir(sys.argv[1])
+    pool = int(os.environ["MILES_POOL"])
+    run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
     world = World(run.config.cluster.rollout.ranks)
     return uvloop.run(rollout(run, world, int(os.environ["MILES_EPOCH"]), int(os.environ["MILES_ATTEMPT"])))
 

@@ -17,8 +17,9 @@ from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import Role
 from miles.log import RunLog
+from miles.rollout.pools import Pools
 from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
-from miles.rundir import RunDir
+from miles.rundir import POOL_RANKS, RunDir
 
 LOOK_S = 1.0  # how often files are looked at without a wake-up
 LOADS_S = 5.0  # how often all ranks are told how busy the engines are
@@ -43,6 +44,7 @@ class Leader:
         self._writer = BufferWriter(run, epoch)
         parts = self._writer.finished_parts([g.group_id for g in self._view.state.with_status(Status.OPEN)])
         self._scheduler = Scheduler(rules_from_config(run.config), tasks, self._view.state, parts)
+        self._pools = Pools(run, epoch, self._scheduler, self._writer, log)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
         self._version = -1  # newest published
@@ -73,6 +75,7 @@ class Leader:
         self._link.tick()
         if self._link.woken() or time.monotonic() - self._looked > LOOK_S:
             self._look()
+        self._pools.tick()
         for action in self._scheduler.actions():
             await self._carry_out(action)
         self._tell_engines()
@@ -93,7 +96,8 @@ class Leader:
         since = time.monotonic() - self._told_at
         if self._world.size > 1 and since > LOOK_S and (self._told != self._urls or since > LOADS_S):
             self._told, self._told_at = dict(self._urls), time.monotonic()
-            table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()}
+            table = {rank: {"url": self._urls[rank], "version": version, "active": active} for rank, (version, active) in self._scheduler.engines().items()
+                     if rank in self._urls}
             self._world.post_all({"kind": "engines", "table": table})
 
     async def _carry_out(self, action) -> None:
@@ -101,7 +105,8 @@ class Leader:
             case Start(group_id, task_id, retry_of):
                 self._writer.start(group_id, task_id, retry_of)
             case Assign(group_id, sample, task_id, rank, held_by):
-                self._world.post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id, "held_by": held_by})
+                post = self._world.post if rank < POOL_RANKS else self._pools.assign
+                post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id, "held_by": held_by})
                 return
             case Seal(group_id, samples):
                 await asyncio.to_thread(self._writer.seal, group_id, list(samples))
@@ -113,10 +118,11 @@ class Leader:
 
     def _log_queue(self) -> None:
         self._logged = time.monotonic()
-        c, ages = self._view.state.counts(), [float(age) for age in self._view.state.waiting_ages(self._version)]  # NaN when nothing waits
+        c, ages = self._view.state.counts(), self._view.state.waiting_ages(self._version)
         self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
                       taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked),
-                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=max(ages, default=float("nan")))
+                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=float(max(ages)) if ages else float("nan"))
 
     def close(self) -> None:
+        self._pools.close()
         self._writer.close()

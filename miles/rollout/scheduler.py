@@ -4,7 +4,8 @@ Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns
 decision of the rollout side is here:
 
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
-- a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns;
+- a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns; an
+  engine of a pool brings slots of its own, and has no more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
 """
@@ -102,6 +103,7 @@ class Scheduler:
         self._complete: list[int] = []  # open groups of which every sample has ended
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
+        self._slots: dict[int, int] = {}  # rank of a pool -> most trajectories it may have at once
         self._newest_version = -1
         self._next_id = state.next_group_id()
         self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
@@ -111,9 +113,12 @@ class Scheduler:
             self._note_complete(g.group_id)
 
     # -- events --------------------------------------------------------------------------------------------------------------
-    def engine_up(self, rank: int, version: int) -> None:
-        """The rank's engine serves `version` and may be given work."""
-        if rank not in self._engines:
+    def engine_up(self, rank: int, version: int, slots: int | None = None) -> None:
+        """The rank's engine serves `version` and may be given work. `slots`: of a pool's rank, always the same: it may have so many at once, besides what
+        the run's own engines have."""
+        if slots is not None:
+            self._slots[rank] = slots
+        elif rank not in self._engines:
             self._load(rank, 0)
         self._engines[rank] = version
         self._newest_version = max(self._newest_version, version)
@@ -135,6 +140,25 @@ class Scheduler:
             self._load(self._running[group_id, sample], -1)
             self._load(rank, +1)
             self._running[group_id, sample] = rank
+
+    def adopt(self, group_id: int, sample: int, rank: int, slots: int) -> bool:
+        """A sample that waits here was given to a pool's rank by an earlier leader. False: it does not wait, it has ended or runs elsewhere."""
+        if (group_id, sample) not in self._waiting:
+            return False
+        self._slots[rank] = slots
+        self._waiting.remove((group_id, sample))
+        self._running[group_id, sample] = rank
+        self._load(rank, +1)
+        return True
+
+    def released(self, group_id: int, sample: int, rank: int) -> None:
+        """A running sample that `rank` played was given up with its pool, through no fault of its own: it is the next to be started, and that counts as no
+        retry. The turns that it had are on disk."""
+        if (engine := self._running.pop((group_id, sample), None)) is not None:
+            self._load(engine, -1)
+            if group_id in self._open:
+                self._waiting.appendleft((group_id, sample))
+                self.held(rank, group_id, sample, turns=0)
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
@@ -177,7 +201,7 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
-        while self._engines and len(self._running) < self.rules.in_flight:
+        while (rank := self._next_rank()) is not None:
             if not self._waiting:
                 start = self._next_start()
                 if start is None:
@@ -185,7 +209,7 @@ class Scheduler:
                 yield start
             group_id, sample = self._waiting.popleft()
             _, held_by = self._held.pop((group_id, sample), (0, None))
-            rank = held_by if held_by in self._engines else self._least_active()
+            rank = held_by if held_by in self._engines and self._may_have_more(held_by) else rank
             self._running[group_id, sample] = rank
             self._load(rank, +1)
             yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
@@ -212,7 +236,7 @@ class Scheduler:
         open_groups = len(self._open) + len(self._sealed)
         if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
             return False
-        if self.rules.refill == "group" and len(self._running) + self.rules.group_size > self.rules.in_flight:
+        if self.rules.refill == "group" and self._free_slots() < self.rules.group_size:
             return False
         awaited = self.rules.ordered and again is not None  # groups that are ready wait for it: no room is made before it is there
         if self.rules.groups_per_version is not None:  # synchronous: one batch, made by engines that all serve the newest version
@@ -225,18 +249,37 @@ class Scheduler:
         stale = self._state.to_retry("stale") if self.rules.retry_stale else None
         return stale or (self._state.to_retry("filter") if self.rules.retry_filtered else None)
 
-    def _least_active(self) -> int:
-        """The living rank with the fewest active trajectories, of equals the first."""
+    def _next_rank(self) -> int | None:
+        """The living rank with the fewest active trajectories among those that may have one more, of equals the first."""
+        free = [(self._active[rank], rank) for rank in self._slots if rank in self._engines and self._may_have_more(rank)]
+        if self._own_running < self.rules.in_flight and (own := self._least_active()) is not None:
+            free.append(own)
+        return min(free)[1] if free else None
+
+    def _may_have_more(self, rank: int) -> bool:
+        return self._active[rank] < self._slots[rank] if rank in self._slots else self._own_running < self.rules.in_flight
+
+    def _least_active(self) -> tuple[int, int] | None:
+        """(active, rank) of the run's own engine with the fewest active trajectories."""
         if len(self._by_load) > 4 * len(self._engines) + 64:
-            self._by_load = [(self._active[rank], rank) for rank in self._engines]
+            self._by_load = [(self._active[rank], rank) for rank in self._engines if rank not in self._slots]
             heapq.heapify(self._by_load)
-        while (top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]:
+        while self._by_load and ((top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]):
             heapq.heappop(self._by_load)
-        return top[1]
+        return self._by_load[0] if self._by_load else None
 
     def _load(self, rank: int, change: int) -> None:
         self._active[rank] += change
-        heapq.heappush(self._by_load, (self._active[rank], rank))
+        if rank not in self._slots:
+            heapq.heappush(self._by_load, (self._active[rank], rank))
+
+    @property
+    def _own_running(self) -> int:
+        return len(self._running) - sum(self._active[rank] for rank in self._slots)
+
+    def _free_slots(self) -> int:
+        pools = sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if rank in self._engines)
+        return self.rules.in_flight - self._own_running + pools
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
@@ -261,4 +304,4 @@ class Scheduler:
     @property
     def blocked(self) -> bool:
         """Free slots that the buffer, the end of the run or synchronous mode keeps empty."""
-        return bool(self._engines) and len(self._running) < self.rules.in_flight and not self._waiting and not self._may_start(self._to_retry())
+        return self._next_rank() is not None and not self._waiting and not self._may_start(self._to_retry())

@@ -24,7 +24,7 @@ from miles.buffer import write_part
 from miles.config import MilesConfig, load_site
 from miles.core import EnvironmentFault, Role, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
-from miles.engine.process import PORTS_PER_RANK
+from miles.engine.ports import first_port
 from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
 from miles.rollout.endpoint import Endpoint
@@ -160,7 +160,7 @@ class Worker:
 
     async def _serve(self) -> PortLease:
         """Open the session server. Its sessions wait while there is no engine, and outlive each."""
-        lease = lease_port(self._run.config.engine.port_base + SESSION_PORTS + self._rank * PORTS_PER_RANK)
+        lease = lease_port(first_port(self._run.config.engine.port_base + SESSION_PORTS, self._rank))
         publish_bytes(self._url_file, (await self._server.start(lease.port) + "\n").encode())
         return lease
 
@@ -254,7 +254,7 @@ class Worker:
     # -- log -----------------------------------------------------------------------------------------------------------------
     def _log_trajectory(self, group: int, sample: int, task: Task, leaves: Sequence[Trajectory], cause: str | None, seconds: float) -> None:
         """One row a sample, sums over its leaves; and one for each cause for which its requests did not go on from the turn before."""
-        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, **_figures(leaves), seconds=seconds,
+        self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, **sample_figures(leaves), seconds=seconds,
                       status=cause or "ok")
         for kind in ("branched", "refused"):
             for why, count in (leaves[0].meta[f"{kind}_requests"] if leaves else {}).items():
@@ -267,7 +267,7 @@ class Worker:
                           restarts=restarts)
 
 
-def _figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
+def sample_figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
     """Columns of the `trajectories` table for a finished sample; without leaves, those of one that did not finish."""
     first = leaves[0] if leaves else None
     versions = [v for t in leaves for v in (t.oldest_version, t.newest_version)]

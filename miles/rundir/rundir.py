@@ -8,6 +8,7 @@
     RUN/weights/v000012/              see miles.weights
     RUN/checkpoints/step_000040/      COMMIT last
     RUN/sessions/                     see miles.session.store
+    RUN/pools/0001/                   see miles.rundir.pooldir
     RUN/FINISHED                      written by the trainer leader after the last step
 """
 
@@ -26,6 +27,9 @@ from miles.rundir.publish import explain_os_errors, publish_bytes
 
 class RunDir:
     """Handle of one run directory. Cheap to create; holds no open file."""
+
+    pool = 0  # of the rollout ranks that work through this handle: 0 = the run's own job
+    first_rank = 0  # number of the first of them
 
     def __init__(self, path: str | Path):
         self.path = Path(path).absolute()
@@ -54,7 +58,7 @@ class RunDir:
                 continue
         else:
             raise EnvironmentFault(f"a hundred runs named {config.run.name}-{stamp} exist", "a new run directory", "choose another run.name")
-        for sub in ("epochs", "attempts", "buffer/groups", "buffer/parts", "buffer/journal", "weights", "checkpoints", "acks", "sessions"):
+        for sub in ("epochs", "attempts", "buffer/groups", "buffer/parts", "buffer/journal", "weights", "checkpoints", "acks", "sessions", "pools"):
             (path / sub).mkdir(parents=True)
         publish_bytes(path / "token", secrets.token_hex(32).encode(), mode=0o600)
         publish_bytes(path / "run.toml", dump_config(config).encode())
@@ -84,6 +88,16 @@ class RunDir:
     @property
     def sessions_dir(self) -> Path:
         return self.path / "sessions"
+
+    @property
+    def pools_dir(self) -> Path:
+        return self.path / "pools"
+
+    def pool_dir(self, pool: int) -> Path:
+        return self.pools_dir / f"{pool:04d}"
+
+    def pool_epoch_dir(self, pool: int, epoch: int) -> Path:
+        return self.pool_dir(pool) / f"e{epoch:04d}"
 
     @property
     def token_file(self) -> Path:
@@ -146,6 +160,19 @@ class RunDir:
         if current != epoch:
             raise StaleEpochError(f"{Role(role).value} of epoch {epoch} tried to publish, the run is at epoch {current}",
                                   "one living epoch per role", "nothing: a newer process has taken over, this one ends")
+
+    def pools(self) -> list[int]:
+        """Numbers of the pools that were ever attached."""
+        return sorted(int(p.parent.name) for p in self.pools_dir.glob("[0-9]*/pool.json"))
+
+    def next_pool(self) -> int:
+        return max(self.pools(), default=0) + 1
+
+    def pool_epoch(self, pool: int) -> int:
+        """Newest epoch of a pool (0: the rollout role itself), 0 before its first start."""
+        if pool == 0:
+            return self.current_epoch(Role.ROLLOUT)
+        return max((int(p.name[1:]) for p in self.pool_dir(pool).glob("e[0-9]*")), default=0)
 
     # -- the end -------------------------------------------------------------------------------------------------------------
     @property

@@ -20,10 +20,11 @@ from miles.buffer import (
     write_part,
 )
 from miles.buffer.frames import read_frame
+from miles.buffer.segments import SegmentName, Source, segments
 from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
-from miles.rundir import RunDir
+from miles.rundir import PoolDir, PoolFacts, RunDir
 from tests.buffer.parts import finished_parts, seal_parts
 
 
@@ -230,3 +231,73 @@ def test_the_fold_does_not_depend_on_how_the_two_journals_interleave(data):
     i = data.draw(st.integers(0, len(made)))
     mixed = list(itertools.chain(made[:i], used, made[i:]))
     assert fold(made + used) == fold(mixed) == fold(used + made)
+
+
+# -- pools -------------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def pool(run):
+    made = PoolDir.create(run, PoolFacts(nodes=1, in_flight=2, time_limit="01:00:00"))
+    made.new_epoch()
+    return made
+
+
+def test_segments_name_the_pool_that_wrote_them():
+    own, pools = "e000002.node7.4711.0003.seg", "p0012.e000002.node7.4711.0003.seg"
+    assert SegmentName.parse(own) == SegmentName(Source(0, 2), "node7.4711", 3) and str(SegmentName.parse(own)) == own
+    assert SegmentName.parse(pools) == SegmentName(Source(12, 2), "node7.4711", 3) and str(SegmentName.parse(pools)) == pools
+    assert [SegmentName.parse(n) for n in (f".{own}.node7.1.tmp", "notes.txt", f"{own}.tmp")] == [None] * 3
+
+
+def test_samples_of_a_pool_are_sealed_while_it_is_followed_and_what_it_left_before(run, writer, pool):
+    writer.start(0, "t")
+    write_part(pool, 1, [trajectory(0, 0)])
+    writer.follow(1, 1)
+    assert writer.has_part(0, 0)
+    write_part(pool, 1, [trajectory(0, 1)])
+    writer.leave(1, 1)
+    write_part(pool, 1, [trajectory(0, 2)])  # its segment was open: no fence is asked
+    assert writer.has_part(0, 1)
+    writer.seal(0, [0, 1, 2])
+    assert [t.sample for t in read_group(run.buffer_dir, 0).trajectories] == [0, 1]
+
+
+def test_the_last_segment_of_a_pool_goes_when_its_epoch_is_over(run, writer, pool):
+    writer.follow(1, 1)
+    for s in (0, 1):
+        write_part(pool, 1, [trajectory(0, s)])
+    writer.start(0, "t")
+    writer.seal(0, [0, 1])
+    q = queue(run)
+    q.take(1, 1, 1)
+    q.trained([0], 1, 1)
+    q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 0.0})})
+    assert q.retire(up_to_step=1) == 1 and len(segments(parts_dir(run.buffer_dir))) == 1  # it may still append to it
+    run.new_epoch("rollout")
+    q.retire(up_to_step=1)
+    assert len(segments(parts_dir(run.buffer_dir))) == 1, "an epoch of the run's own ranks is none of a pool"
+    pool.new_epoch()
+    q.retire(up_to_step=1)
+    assert segments(parts_dir(run.buffer_dir)) == []
+
+
+def test_a_segment_stays_for_a_group_that_was_sealed_from_it_after_the_trainer_had_looked(run, writer, pool):
+    """A fenced pool appends late; a leader that starts after that finds the sample and seals it."""
+    writer.follow(1, 1)
+    for s in (0, 1):
+        write_part(pool, 1, [trajectory(0, s)])
+    writer.start(0, "t")
+    writer.seal(0, [0, 1])
+    pool.new_epoch()
+    q = queue(run)
+    q.retire(up_to_step=0)  # looks at the segment: it holds group 0
+    for s in (0, 1):
+        write_part(pool, 1, [trajectory(1, s)])
+    again = BufferWriter(run, run.new_epoch("rollout"))
+    again.start(1, "t")
+    again.seal(1, [0, 1])
+    q.poll()
+    q.take(1, 1, 1)
+    q.trained([0], 1, 1)
+    q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 0.0})})
+    q.retire(up_to_step=1)
+    assert [t.sample for t in read_group(run.buffer_dir, 1).trajectories] == [0, 1]

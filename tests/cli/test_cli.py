@@ -10,7 +10,7 @@ import pytest
 
 from miles.config import load_config
 from miles.log import RunLog
-from miles.rundir import RunDir, publish_bytes
+from miles.rundir import JournalWriter, PoolDir, PoolFacts, RunDir, publish_bytes
 
 TINY = "configs/tiny_async.toml"
 
@@ -102,7 +102,7 @@ def test_cancel_of_a_dead_run_is_code_3(run):
     assert done.returncode == 3 and "nothing works on" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["render", "check", "prepare", "submit", "local", "status", "follow", "logs", "cancel", "resume", "report"])
+@pytest.mark.parametrize("command", ["render", "check", "prepare", "submit", "local", "status", "follow", "logs", "cancel", "resume", "attach", "report"])
 def test_every_command_helps_with_an_example(command):
     done = miles(command, "--help")
     assert done.returncode == 0 and f"miles-submit {command}" in done.stdout
@@ -112,6 +112,25 @@ def test_help_is_quick():
     began = time.monotonic()
     miles("--help")
     assert time.monotonic() - began < 5  # imports of torch or mpi4py would show
+
+
+def test_attach_prints_the_job_of_a_pool_and_refuses_what_cannot_be(run):
+    done = miles("attach", run.path, "--nodes", "3", "--time-limit", "02:00:00", "--in-flight", "7", "--dry-run")
+    assert done.returncode == 0 and not run.pools() and f"-m miles.cluster.pool {run.path} 1 --launcher slurm" in done.stdout
+    assert "#SBATCH --nodes=3" in done.stdout and "#SBATCH --time=02:00:00" in done.stdout and "at most 7 trajectories at once" in done.stdout
+    assert miles("attach", "runs/none", "--nodes", "1").returncode == 2
+    run.finish("test")
+    done = miles("attach", run.path, "--nodes", "3")
+    assert done.returncode == 2 and "the run is finished" in done.stderr and not run.pools()
+
+
+def test_status_lists_pools(run):
+    pool = PoolDir.create(run, PoolFacts(nodes=2, in_flight=24, time_limit="01:00:00"))
+    JournalWriter(pool.pool_epoch_dir(1, pool.new_epoch()) / "out.log").append(
+        {"kind": "up", "rank": 1000, "version": 1, "url": "http://x", "moved": []}, {"kind": "up", "rank": 1001, "version": 1, "url": "http://y", "moved": []})
+    assert "  pool 1: local lost, 2 nodes, 2 engines up, 0 of 24 trajectories\n" in miles("status", run.path).stdout
+    (row,) = json.loads(miles("status", run.path, "--json").stdout)["pools"]
+    assert (row["pool"], row["state"], row["epoch"], row["engines"], row["running"]) == (1, "lost", 1, 2, 0)
 
 
 def test_report_prints_figures_and_writes_a_page(run, tmp_path):

@@ -4,9 +4,10 @@ import os
 import sys
 import time
 
-from miles.rundir import RunDir
+from miles.rundir import PoolDir, RunDir
 
-run = RunDir(sys.argv[1])
+pool = int(os.environ["MILES_POOL"])
+run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
 if (run.path / "stub_slow").exists():  # tests: time to be killed before the ranks have met
     time.sleep(3)
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from miles.cluster.launch import rank_environment, slurm_argv
-from miles.cluster.render import render_job
+from miles.cluster.render import render_job, render_pool
 from miles.config import SiteConfig, load_config, load_site
 from miles.core import ConfigError, Role
+from miles.rundir import PoolDir, PoolFacts, RunDir
 
 TINY = "configs/tiny_async.toml"
 
@@ -54,13 +55,39 @@ def test_a_path_that_a_shell_would_read_is_refused():
 
 
 def test_srun_spells_out_the_sizes_of_its_own_component(tmp_path):
-    config = load_config("configs/glm52_async.toml")
-    argv = slurm_argv(config, SiteConfig(mpi="pmix", python="/env/bin/python", srun_prefix=("box", "run")), Role.ROLLOUT, Path("/runs/x"), "miles.rollout")
+    run = RunDir.create(load_config("configs/glm52_async.toml", (f"run.root={tmp_path}",)))
+    argv = slurm_argv(run, SiteConfig(mpi="pmix", python="/env/bin/python", srun_prefix=("box", "run")), Role.ROLLOUT, "miles.rollout")
     assert argv == ["srun", "--het-group=1", "--mpi=pmix", "--kill-on-bad-exit=1", "--export=ALL", "--job-name=rollout", "--nodes=8", "--ntasks=8",
                     "--ntasks-per-node=1", "--cpus-per-task=64", "--gpus-per-node=4", "box", "run", "/env/bin/python", "-m", "miles.cluster.rank",
-                    "/runs/x", "miles.rollout"]
+                    str(run.path), "miles.rollout"]
 
 
-def test_rank_environment_names_attempt_epoch_and_token():
-    env = rank_environment(Path("/runs/x"), SiteConfig(env={"A": "b"}), "slurm", Role.TRAINER, 2, 7)
-    assert env == {"A": "b", "MILES_ATTEMPT": "2", "MILES_EPOCH": "7", "MILES_ROLE": "trainer", "MILES_LAUNCHER": "slurm", "MILES_TOKEN_FILE": "/runs/x/token"}
+def test_rank_environment_names_attempt_epoch_and_token(tmp_path):
+    run = RunDir.create(load_config(TINY, (f"run.root={tmp_path}",)))
+    env = rank_environment(run, SiteConfig(env={"A": "b"}), "slurm", Role.TRAINER, 2, 7)
+    assert env == {"A": "b", "MILES_ATTEMPT": "2", "MILES_EPOCH": "7", "MILES_ROLE": "trainer", "MILES_LAUNCHER": "slurm", "MILES_POOL": "0",
+                   "MILES_FIRST_RANK": "0", "MILES_TOKEN_FILE": f"{run.path}/token", "MILES_FOLDER": f"{run.path}/attempts/0002"}
+
+
+def a_pool(tmp_path):
+    run = RunDir.create(load_config(TINY, (f"run.root={tmp_path}",)))
+    return PoolDir.create(run, PoolFacts(nodes=3, in_flight=20, time_limit="2:00:00"))
+
+
+def test_a_pool_is_one_plain_job_of_the_size_that_was_asked_for(tmp_path):
+    pool = a_pool(tmp_path)
+    text = render_pool(pool.path, pool.pool, pool.config, SiteConfig(partition="spare", setup=("module load mpi",)))
+    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+    (options,) = components(text)
+    assert options == {"job-name": "tiny_async-pool1", "output": "slurm-%j.out", "open-mode": "append", "partition": "spare", "nodes": "3",
+                       "ntasks-per-node": "1", "cpus-per-task": "1", "gpus-per-node": "1", "time": "2:00:00", "signal": "B:USR2@120", "requeue": ""}
+    assert text.index("module load mpi") < text.index("set -euo pipefail")
+    assert text.splitlines()[-1] == f"exec .venv/bin/python -m miles.cluster.pool {pool.path} 1 --launcher slurm"
+
+
+def test_ranks_of_a_pool_find_their_numbers_and_folder_and_are_no_het_component(tmp_path):
+    pool = a_pool(tmp_path)
+    argv = slurm_argv(pool, SiteConfig(), Role.ROLLOUT, "miles.rollout")
+    assert argv[:2] == ["srun", "--mpi=pmi2"] and "--ntasks=3" in argv
+    env = rank_environment(pool, SiteConfig(), "slurm", Role.ROLLOUT, 0, 4)
+    assert (env["MILES_POOL"], env["MILES_FIRST_RANK"], env["MILES_FOLDER"]) == ("1", "1000", f"{pool.path}/pools/0001")

@@ -268,3 +268,67 @@ def test_whatever_happens_each_trajectory_goes_to_an_engine_with_the_fewest(even
             living.add(rank)
             sim.s.engine_up(rank, 0)
         act()
+
+
+# -- pools -------------------------------------------------------------------------------------------------------------------
+def test_an_engine_of_a_pool_brings_slots_and_has_no_more_than_these():
+    sim = Sim(rules(in_flight=4), engines=2)
+    sim.s.engine_up(1000, 0, slots=1)
+    sim.step()
+    assert Counter(a.rank for a in sim.assigned) == {0: 2, 1: 2, 1000: 1}
+    sim.s.engine_down(0)
+    sim.s.engine_down(1)
+    sim.s.finished(0, 0)
+    assert [a for a in sim.step() if isinstance(a, Assign)] == [] and not sim.s.blocked, "its slot is taken, and no other engine lives"
+    (on_pool,) = (a for a in sim.assigned if a.rank == 1000)
+    sim.s.finished(on_pool.group_id, on_pool.sample)
+    assert [a.rank for a in sim.step() if isinstance(a, Assign)] == [1000]
+
+
+def test_slots_of_a_pool_whose_engine_is_down_are_not_given_to_others():
+    sim = Sim(rules(in_flight=2), engines=1)
+    sim.s.engine_up(1000, 0, slots=2)
+    sim.s.engine_down(1000)
+    sim.step()
+    assert Counter(a.rank for a in sim.assigned) == {0: 2}
+
+
+def test_a_sample_that_was_given_up_with_its_pool_is_next_and_not_a_retry():
+    sim = Sim(rules(in_flight=2, retries=0), engines=1)
+    sim.s.engine_up(1000, 0, slots=2)
+    sim.step()
+    lost = [a for a in sim.assigned if a.rank == 1000]
+    assert [(a.group_id, a.sample) for a in lost] == [(0, 1), (1, 1)]
+    sim.s.engine_down(1000)
+    for a in lost:
+        sim.s.released(a.group_id, a.sample, 1000)
+    sim.s.finished(0, 0)
+    assert sim.step() == [Assign(1, 1, lost[1].task_id, 0, held_by=1000)]  # its first turns are in the session file of rank 1000
+    sim.s.finished(1, 1)
+    sim.s.finished(1, 0)
+    assert [a for a in sim.step() if isinstance(a, (Seal, Drop))] == [Seal(1, (0, 1))]
+
+
+def test_an_adopted_sample_is_not_started_again():
+    state = BufferState()
+    state.apply({"kind": "start", "group": 0, "task": "a"})
+    sim = Sim(rules(in_flight=1), state=state, engines=1)
+    assert sim.s.adopt(0, 1, 1000, slots=1) and not sim.s.adopt(0, 1, 1000, slots=1) and not sim.s.adopt(7, 0, 1000, slots=1)
+    assert [(a.group_id, a.sample, a.rank) for a in sim.step()] == [(0, 0, 0)]  # it has a slot of its pool, and none of the run
+    sim.s.engine_up(1000, 0, slots=1)
+    assert sim.step() == [] and sim.s.in_flight == 2
+    sim.s.finished(0, 1)
+    sim.s.finished(0, 0)
+    assert Seal(0, (0, 1)) in sim.step()
+
+
+def test_a_sample_goes_to_a_pool_s_rank_that_has_its_first_turns_only_while_that_has_a_slot():
+    state = BufferState()
+    state.apply({"kind": "start", "group": 0, "task": "a"})
+    sim = Sim(rules(in_flight=1, group_size=4, total_groups=1), state=state, engines=1)
+    sim.s.engine_up(1000, 0, slots=2)
+    for sample in (1, 2, 3):
+        assert sim.s.held(1000, 0, sample, turns=2)
+    assert [(a.sample, a.rank, a.held_by) for a in sim.step()] == [(0, 0, None), (1, 1000, 1000), (2, 1000, 1000)]
+    sim.s.finished(0, 0)
+    assert [(a.sample, a.rank, a.held_by) for a in sim.step()] == [(3, 0, 1000)]
