@@ -157,7 +157,7 @@ def check_resume(run: RunDir, other) -> None:
 def _attempt(run: RunDir, number: int) -> dict:
     facts: dict = {"attempt": number}
     for name in ("attempt.json", "exit.json"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, ValueError):  # a damaged one says nothing
             facts |= json.loads((run.attempt_dir(number) / name).read_text())
     facts.pop("versions", None)
     return facts

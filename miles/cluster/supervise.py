@@ -255,8 +255,9 @@ class Supervisor:
 
     def say(self, text: str) -> None:
         line = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {text}"
-        print(line, file=self.log)
         print(line, flush=True)
+        with contextlib.suppress(OSError):  # a full disk ends ranks, with advice; not the one who reports it
+            print(line, file=self.log)
 
 
 def restart_delay(restart: int) -> float:

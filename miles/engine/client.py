@@ -160,6 +160,7 @@ class EngineClient:
         Raises StructureError, before anything changed, for a name, shape or dtype the model does not have: the engine would report success
         for an unknown name and die of a wrong shape.
         """
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         self.check_tensors({name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
@@ -167,7 +168,7 @@ class EngineClient:
         try:
             await asyncio.to_thread(save_file, {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
             await self.update_from_folder(folder, version, flush=flush)
-        except OSError as e:
+        except (OSError, SafetensorError) as e:
             raise EnvironmentFault(f"cannot hand weights over in {HANDOVER}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
         finally:
             shutil.rmtree(folder)

@@ -39,13 +39,14 @@ class JournalWriter:
 
     def __init__(self, path: Path):
         self.path = path
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
-        except FileExistsError:
-            raise EnvironmentFault(f"journal {path} exists already", "one journal per writer and epoch",
-                                   "start the role through the supervisor, which gives each start its own epoch") from None
-        fsync_dir(path.parent)
+        with explain_os_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+            except FileExistsError:
+                raise EnvironmentFault(f"journal {path} exists already", "one journal per writer and epoch",
+                                       "start the role through the supervisor, which gives each start its own epoch") from None
+            fsync_dir(path.parent)
 
     def append(self, *records: dict[str, Any]) -> None:
         """Raises EnvironmentFault: the file system does not take it, now or at an earlier append. Some of the records may be there then, each whole."""

@@ -36,7 +36,11 @@ class RunDir:
         toml = self.path / "run.toml"
         if not toml.is_file():
             raise ConfigError(f"{self.path} is not a run directory (no run.toml)", "a folder made by `miles-submit submit` or `local`", "check the path")
-        self.config = MilesConfig.model_validate(tomllib.loads(toml.read_text()))
+        try:
+            self.config = MilesConfig.model_validate(tomllib.loads(toml.read_text()))
+        except ValueError as e:  # of TOML, of UTF-8 or of the schema
+            raise ConfigError(f"{toml} is damaged, or of another version of Miles: {e}", "the file as it was written when the run was made",
+                              "restore it: all that the run has done depends on it") from e
 
     @classmethod
     def create(cls, config: MilesConfig, *, now: float | None = None) -> RunDir:
@@ -101,7 +105,11 @@ class RunDir:
 
     @property
     def token(self) -> str:
-        return self.token_file.read_text().strip()
+        try:
+            return self.token_file.read_text().strip()
+        except FileNotFoundError:
+            raise EnvironmentFault(f"no {self.token_file}", "the bearer token of this run",
+                                   "make another: any secret word in a file of mode 0600; clients outside need the new one") from None
 
     def attempt_dir(self, attempt: int) -> Path:
         return self.path / "attempts" / f"{attempt:04d}"
@@ -116,25 +124,33 @@ class RunDir:
     def new_attempt(self) -> int:
         """Allocate the next attempt folder. Exclusive: two starts never get the same number."""
         n = max(self.attempts(), default=0) + 1
-        while True:
-            try:
-                self.attempt_dir(n).mkdir()
-            except FileExistsError:
-                n += 1
-                continue
-            (self.attempt_dir(n) / "logs").mkdir()
-            return n
+        with explain_os_errors(self.attempt_dir(n)):
+            while True:
+                try:
+                    self.attempt_dir(n).mkdir()
+                except FileExistsError:
+                    n += 1
+                    continue
+                (self.attempt_dir(n) / "logs").mkdir()
+                return n
 
     def current_epoch(self, role: Role | str) -> int:
         """Newest epoch of a role, 0 before its first start."""
+        path = self.path / "epochs" / Role(role).value
         try:
-            return int((self.path / "epochs" / Role(role).value).read_text())
+            return int(path.read_text())
         except FileNotFoundError:
             return 0
+        except ValueError:
+            raise EnvironmentFault(f"{path} is damaged", "one number", "remove it and resume the run: the next epoch is then counted from the journals") from None
 
     def new_epoch(self, role: Role | str) -> int:
-        """Raise the role's epoch, which fences every older process of that role. Called by the supervisor alone."""
-        epoch = self.current_epoch(role) + 1
+        """Raise the role's epoch, which fences every older process of that role. Called by the supervisor alone.
+
+        No number comes twice, also when the file was lost: the journals' names have those that were used.
+        """
+        used = [int(p.name.split(".")[1][1:]) for p in (self.buffer_dir / "journal").glob(f"{Role(role).value}.e*.log")]
+        epoch = max(self.current_epoch(role), *used, 0) + 1
         publish_bytes(self.path / "epochs" / Role(role).value, f"{epoch}\n".encode())
         return epoch
 

@@ -86,6 +86,7 @@ class Session:
         self.branched: Counter[str] = Counter()  # answered requests that did not go on from the turn before, by cause
         self.engine_s = 0.0
         self.opened = wall  # unix seconds
+        self._age, self._since = max(0.0, time.time() - wall), time.monotonic()  # of one that was restored, as old as the wall clock says
         self.trajectory = False  # played by this process
         self._service = service
         self._busy = False
@@ -100,6 +101,11 @@ class Session:
     @property
     def turns(self) -> tuple[Turn, ...]:
         return self.history.turns
+
+    @property
+    def age(self) -> float:
+        """Seconds since it was opened. A wall clock that jumps while this process lives changes nothing."""
+        return self._age + time.monotonic() - self._since
 
     @property
     def tokens(self) -> int:
@@ -292,7 +298,7 @@ class Session:
         accounted for."""
         return to_trajectories(
             self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
-            seconds=time.time() - self.opened,
+            seconds=self.age,
             meta={"retried_turns": self.retries, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
                   "engine_s": self.engine_s, "resumed_turns": self.resumed_turns, "abandoned_turns": self.abandoned_turns, **(meta or {})},
         )
@@ -385,8 +391,7 @@ class SessionService:
 
     async def _expire(self) -> None:
         """Sessions whose harness never finished them."""
-        late = time.time() - self.limits.deadline_s
-        for session in [s for s in self.sessions.values() if s.durable and not s.trajectory and s.opened < late]:
+        for session in [s for s in self.sessions.values() if s.durable and not s.trajectory and s.age > self.limits.deadline_s]:
             await self.forget(session)
 
 

@@ -2,7 +2,8 @@
 
     begin  ->  (steps of training; `poll` after each)  ->  every rank has written  ->  metadata, COMMIT, rename  ->  older ones go
 
-COMMIT holds size and digest of every file. A checkpoint that does not match its COMMIT is passed over at a start, and the one before it is taken.
+COMMIT holds size and digest of every file. A checkpoint that does not match its COMMIT is set aside at a start as damaged_step_000040, and the one before
+it is taken: so its step gets a whole one when training comes by again.
 """
 
 from __future__ import annotations
@@ -62,16 +63,26 @@ class Checkpoints:
             self._run.check_epoch(Role.TRAINER, self._epoch)
             remove_unfinished(self._dir)
         steps = self._agreed_steps()
+        passed_over = []
         for step in reversed(steps):
             damaged = self._damaged(step)
             if not damaged:
+                if self._world.leader:
+                    for other in passed_over:
+                        self._set_aside(other)
                 return step
+            passed_over.append(step)
             if self._world.leader:
                 print(f"checkpoint {self._path(step)} is passed over: {', '.join(damaged[:3])} differ from its COMMIT", flush=True)
         if steps:
             raise EnvironmentFault(f"none of the checkpoints of {self._dir} matches its COMMIT", "one whole checkpoint",
                                    "restore one of them from a copy; to begin anew, start a new run")
         return None
+
+    def _set_aside(self, step: int) -> None:
+        aside = self._dir / f"damaged_{self._path(step).name}"
+        remove_tree(aside)  # of the same step, before
+        self._path(step).rename(aside)
 
     def load(self, step: int, model, optimizer) -> Frontier:
         """Collective: restore model, optimizer and random state. Returns what else was true at that step."""

@@ -82,7 +82,7 @@ class Trainer:
     def run(self) -> int:
         self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
         while self.step < self.config.run.steps:
-            start = time.time()
+            start, began = time.time(), time.monotonic()
             batch = self.feed.next(self.step + 1)
             if batch.plan.commit:
                 self.commit_checkpoint(wait=True)
@@ -110,7 +110,7 @@ class Trainer:
             if self.turns.shared:
                 published = self.publish()
             times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s, "checkpoint_s": t3 - t2,
-                     "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.time() - start}
+                     "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.monotonic() - began}
             self.log_step(batch, metrics, published, times)
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")

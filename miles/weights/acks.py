@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import msgspec
@@ -26,16 +27,17 @@ def write_ack(run: RunDir, ack: Ack) -> None:
 
 
 def read_ack(run: RunDir, rank: int) -> Ack | None:
-    """The rank's newest acknowledgement, of whatever epoch."""
-    try:
+    """The rank's newest acknowledgement, of whatever epoch. None: there is none, or it cannot be read."""
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(_path(run, rank).read_bytes(), type=Ack)
-    except FileNotFoundError:
-        return None
+    return None
 
 
 def read_acks(run: RunDir, epoch: int | None = None) -> dict[int, Ack]:
-    """Acknowledgements by rank: those of the given rollout epoch (others are ignored), or of whatever epoch."""
-    acks = (msgspec.json.decode(p.read_bytes(), type=Ack) for p in sorted(run.acks_dir.glob("rollout-*.json")))
+    """Acknowledgements by rank: those of the given rollout epoch (others are ignored), or of whatever epoch. One that cannot be read is as if it were
+    not there."""
+    ranks = [int(p.stem.rpartition("-")[2]) for p in sorted(run.acks_dir.glob("rollout-*.json"))]
+    acks = [ack for rank in ranks if (ack := read_ack(run, rank)) is not None]
     return {a.rank: a for a in acks if epoch is None or a.epoch == epoch}
 
 

@@ -11,6 +11,8 @@ numbers are never reused, also not after a restart from an older checkpoint, so 
 from __future__ import annotations
 
 import mmap
+import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from typing import Any
 import msgspec
 import torch
 import xxhash
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from miles.core import Role, StructureError
@@ -214,7 +217,12 @@ def _save_delta(path: Path, tensors: Tensors, snapshot: State, base_digests: dic
 
 
 def _save_keyframe(path: Path, state: State) -> _Saved:
-    save_file({n: t.contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
+    try:
+        save_file({n: t.contiguous() for n, t in state.items()}, path, metadata={"format": "pt"})
+    except SafetensorError as e:  # its way to say what the operating system said
+        if (code := re.search(r"os error (\d+)", str(e))) is None:
+            raise
+        raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from e
     with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as data:
         return _describe(state), len(data), xxhash.xxh3_128_hexdigest(data)
 

@@ -18,7 +18,7 @@ from tests.cluster.stubs import PROJECT
 
 SUPERVISE = "import sys, miles.cluster.supervise as s; s.BACKOFF_S = s.MOST_BACKOFF_S = 0.2; sys.exit(s.main())"
 ROLLOUT = "tests.cluster.stub_engine_rollout"
-STUCK_S = 150.0  # without a kill, a step is trained within this time
+STUCK_S = 300.0  # without a kill, a step is trained within this time
 
 VICTIMS = {  # kind: how often it is chosen
     "trainer": 3,  # a rank

@@ -11,7 +11,6 @@ from pathlib import Path
 from miles.buffer import BufferState, BufferView, Status
 from miles.report import report
 from miles.rundir import RunDir, read_journal
-from miles.trainer.checkpoints import Commit
 from miles.weights.store import WeightStore
 
 
@@ -36,6 +35,7 @@ def outcome(run: RunDir) -> Outcome:
 
 def check(run: RunDir) -> None:
     assert run.finished
+    check_ends(run)
     check_lineage(run)
     check_versions(run)
     check_engines(run)
@@ -46,6 +46,12 @@ def check(run: RunDir) -> None:
     assert max(json.loads(p.read_text())["step"] for p in run.checkpoints_dir.glob("step_*/COMMIT")) == run.config.run.steps
     left = [str(p) for folder in (run.weights_dir, run.checkpoints_dir) for p in folder.glob(".*")]
     assert left == [], "what a killed trainer was writing is removed by the next"
+
+
+def check_ends(run: RunDir) -> None:
+    """No rank has ended but by a signal or at the end: what is killed takes nothing else with it. 143, 75: told to stop, as its step was a rank short."""
+    records = {p: json.loads(p.read_text())["code"] for p in run.path.glob("attempts/*/ranks/*.json")}
+    assert {p: code for p, code in records.items() if code not in (None, 0, 75, 137, 143)} == {}
 
 
 def check_lineage(run: RunDir) -> None:

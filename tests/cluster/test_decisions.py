@@ -158,6 +158,13 @@ def test_cause_is_the_first_failure_not_the_peers_killed_for_it():
     assert (cause.rank, cause.code) == (1, 137) and "signal 9" in cause.text
 
 
+def test_a_wrong_clock_may_name_another_rank_but_restarts_the_same():
+    right, wrong = (step_cause(R, [report(0, 143, ended), report(1, 137, 1.0)], 2, 143) for ended in (2.0, 2.0 - 86400))
+    assert (right.rank, wrong.rank) == (1, 0)
+    assert decide(begin()[0], StepEnded(right), 0.0, LIMITS)[1] == decide(begin()[0], StepEnded(wrong), 0.0, LIMITS)[1] == [Start(R, 1)]
+    assert step_cause(R, [report(0, 1, 2.0 - 86400), report(1, 3, 2.0)], 2, 143).code == 3
+
+
 def test_cause_prefers_a_code_that_forbids_a_restart():
     assert step_cause(R, [report(0, 1, 1.0), report(1, 3, 2.0)], 2, 137).code == 3
 

@@ -20,6 +20,13 @@ def test_files_and_links_named_in_a_document_exist(doc):
     assert missing == []
 
 
+def test_tests_named_in_a_document_exist():
+    defined = {name for path in Path("tests").rglob("test_*.py") for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)}
+    named = {(str(doc), name) for doc in DOCS for name in re.findall(r"`(test_\w+)`", doc.read_text())}
+    assert {pair for pair in named if pair[1] not in defined} == set()
+    assert len(named) > 40, "docs/faults.md names one for each of its rows"
+
+
 def test_options_named_with_their_section_exist():
     reference = Path("docs/config.md").read_text()
     keys = {

@@ -1,6 +1,7 @@
 """Sessions over an engine that speaks SGLang's API: exact accounting, retries, budgets, failures that change nothing."""
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import KeyRequired
-from miles.session import Engine, SessionBusy
+from miles.session import Engine, SessionBusy, SessionStore
 from tests.session.conftest import make_world, user
 from tests.session.fake import finish
 
@@ -19,6 +20,33 @@ async def converse(session, n, start=()):
         reply = await session.chat(messages)
         messages += [reply.message, user(f"output {i}")]
     return messages
+
+
+@pytest.mark.parametrize("jump", [-86400.0, 86400.0])
+def test_a_clock_that_jumps_closes_no_session(world, tmp_path, monkeypatch, jump):
+    async def scenario(w):
+        w.service.store = SessionStore(tmp_path / "s", 0, 1)
+        first = await w.service.open_durable("a", "first")
+        monkeypatch.setattr(time, "time", lambda real=time.time: real() + jump)
+        await w.service.open_durable("b", "second")
+        assert set(w.service.sessions) == {"first", "second"} and 0 <= first.age < 60
+        await converse(first, 1)
+        assert 0 <= finish(first).seconds < 60
+        w.service.store.close()
+
+    world(scenario)
+
+
+def test_a_session_older_than_its_deadline_is_closed_when_another_is_opened(world, tmp_path, monkeypatch):
+    async def scenario(w):
+        w.service.store = SessionStore(tmp_path / "s", 0, 1)
+        await w.service.open_durable("a", "first")
+        monkeypatch.setattr(time, "monotonic", lambda real=time.monotonic: real() + w.service.limits.deadline_s)
+        await w.service.open_durable("b", "second")
+        assert set(w.service.sessions) == {"second"}
+        w.service.store.close()
+
+    world(scenario)
 
 
 def test_every_token_of_three_turns_is_accounted_for(world):

@@ -2,12 +2,16 @@
 
 import pickle
 import resource
+from types import SimpleNamespace
 
 import pytest
 import worlds
 
-from miles.core import EnvironmentFault
+from miles.config import load_config
+from miles.core import EnvironmentFault, StaleEpochError
+from miles.rundir import RunDir
 from miles.trainer.checkpoint import begin_checkpoint, describe_file, load_checkpoint
+from miles.trainer.checkpoints import Checkpoints
 
 
 @pytest.mark.parametrize(("precision", "steps_before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
@@ -69,3 +73,21 @@ def test_a_folder_without_a_checkpoint_is_refused(world, models, tmp_path):
     step = worlds.build(models["llama"], {})
     with pytest.raises(EnvironmentFault, match="no checkpoint metadata"):
         load_checkpoint(tmp_path, step.model, step.optimizer)
+
+
+def test_a_fenced_trainer_removes_and_publishes_no_checkpoint(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    alone = SimpleNamespace(leader=True, rank=0, size=1, broadcast_bytes=lambda data: data, gather_bytes=lambda data: [data])
+    old, new = (Checkpoints(run, alone, run.new_epoch("trainer")) for _ in range(2))
+    begun = run.checkpoints_dir / ".step_000004.e000002.tmp"  # by the new one
+    begun.mkdir()
+    with pytest.raises(StaleEpochError):
+        old.newest()
+    late = run.checkpoints_dir / ".step_000003.e000001.tmp"
+    late.mkdir()
+    (late / "frontier.json").write_text("{}")
+    old._saving, old._step = SimpleNamespace(folder=late, done=True, error="", files={}, write_s=0.0, wait=lambda: None, finish=lambda: None), 3
+    with pytest.raises(StaleEpochError):
+        old.poll(wait=True)
+    assert new.steps() == [] and begun.is_dir()
+    assert new.newest() is None and list(run.checkpoints_dir.iterdir()) == []

@@ -21,6 +21,7 @@ from miles.buffer import BufferView, BufferWriter, Status, write_part
 from miles.config import load_config
 from miles.core import NO_VERSION, Trajectory
 from miles.rundir import RunDir
+from miles.trainer.checkpoint import describe_file
 from miles.weights.store import WeightStore
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
@@ -179,6 +180,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_pat
     assert steps[-3:] == [1, 2, 3] and store.versions()[-1] == 6  # versions 1, 2, 3 of the first life, then 4 on
     assert (frontier["trained"], frontier["cursor"], frontier["version"], frontier["taken"], frontier["ready"]) == (4, 4, 3, [], [])
     assert committed(run) == [2, 3] and not list(run.checkpoints_dir.glob(".*"))
+    assert [describe_file(run.checkpoints_dir / folder / victim.name)[1] == json.loads((run.checkpoints_dir / folder / "COMMIT").read_text())["files"][victim.name][1]
+            for folder in ("step_000002", "damaged_step_000002")] == [True, False]  # written again when its step was trained again
 
 
 def test_streamed_optimizer_state_is_refused_rather_than_kept_in_memory():
