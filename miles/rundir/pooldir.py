@@ -33,8 +33,9 @@ class PoolFacts(msgspec.Struct, frozen=True):
     time_limit: str  # Slurm's format
 
     def config_of(self, run: MilesConfig) -> MilesConfig:
-        """The run's config with the pool's size. Not validated anew: a pool may hold less than a group."""
-        cluster = run.cluster.model_copy(update={"rollout": run.cluster.rollout.model_copy(update={"nodes": self.nodes}), "time_limit": self.time_limit})
+        """The run's config with the pool's size, on GPUs of its own. Not validated anew: a pool may hold less than a group."""
+        rollout = run.cluster.rollout.model_copy(update={"nodes": self.nodes})
+        cluster = run.cluster.model_copy(update={"rollout": rollout, "time_limit": self.time_limit, "placement": "disjoint"})
         return run.model_copy(update={"cluster": cluster, "rollout": run.rollout.model_copy(update={"in_flight": self.in_flight})})
 
 
