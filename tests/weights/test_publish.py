@@ -94,16 +94,20 @@ def test_broadcast_falls_back_to_a_keyframe_while_an_engine_is_missing_and_says_
 
 @pytest.mark.engine
 def test_broadcast_reaches_sglangs_end_of_the_group_and_a_late_engine_gets_a_keyframe(tmp_path):
-    run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 40})
+    run, _, p = make(tmp_path, "broadcast", **{"weights.ack_timeout_s": 150})
     epoch = run.new_epoch("rollout")
     p.publish(0, state(0).items())
     for rank in (0, 1):
         write_ack(run, Ack(rank, epoch, 0, 1, "sum"))
     program = Path(__file__).with_name("engine_end.py")
     ends = [subprocess.Popen([sys.executable, str(program), str(run.path), str(r)], stdout=subprocess.PIPE, text=True) for r in (0, 1)]
-    sent = p.publish(1, state(1).items())
-    assert (sent.version, sent.transport, sent.bytes) == (2, "broadcast", 8 * 4 * 4 + 3 * 2)
-    assert [e.communicate(timeout=30)[0] for e in ends] == ["received 2\n"] * 2
+    try:
+        sent = p.publish(1, state(1).items())
+        assert (sent.version, sent.transport, sent.bytes) == (2, "broadcast", 8 * 4 * 4 + 3 * 2)
+        assert [e.communicate(timeout=60)[0] for e in ends] == ["received 2\n"] * 2
+    finally:
+        for e in ends:
+            e.kill()
     for rank in (0, 1):
         write_ack(run, Ack(rank, epoch, 0, 2, "sum"))
     assert p.serve_late() is None
