@@ -15,12 +15,12 @@ def test_finishes_and_leaves_nothing(make_run, supervise):
 
 
 def test_killed_rank_restarts_its_step_alone(make_run, supervise):
-    run = make_run(60)
+    run = make_run(200)
     process = supervise(run)
     run.kill(1, "rollout", 1, rank=1)
     run.kill(1, "rollout", 2, rank=0)
     assert process.wait(timeout=90) == 0
-    assert run.step() == 60
+    assert run.step() == 200
     assert run.run.current_epoch("rollout") == 3
     assert run.run.current_epoch("trainer") == 1  # the trainer lived through both
     assert run.records(1, "rollout", 1)[1]["code"] == 128 + signal.SIGKILL
@@ -28,7 +28,7 @@ def test_killed_rank_restarts_its_step_alone(make_run, supervise):
 
 def test_a_rank_killed_before_the_ranks_of_its_step_have_met_restarts_the_step(make_run, supervise):
     """mpiexec does not notice, and the other rank would wait for it in MPI_Init for ever."""
-    run = make_run(60)
+    run = make_run(300)  # half a minute: the supervisor looks every 5 s, and the trainer must not be done before
     (run.path / "stub_slow").touch()
     process = supervise(run)
     run.wait_for(lambda: len(run.records(1, "rollout", 1)) == 2)

@@ -61,13 +61,13 @@ def test_het_job_finishes(sbatch, make_run):
 
 
 def test_killed_ranks_restart_their_step(sbatch, make_run):
-    run = make_run(80)
+    run = make_run(200)  # more than the kills take
     job = sbatch(run)
     run.kill(1, "rollout", 1, rank=1)
     run.kill(1, "trainer", 1, rank=0)
     run.kill(1, "rollout", 2, rank=0)
-    run.wait_for(lambda: ended(job), 90)
-    assert run.step() == 80 and run.exit(1)["outcome"] == "finished"
+    run.wait_for(lambda: ended(job), 120)
+    assert run.step() == 200 and run.exit(1)["outcome"] == "finished"
     assert run.run.current_epoch("rollout") == 3 and run.run.current_epoch("trainer") == 2
     assert run.records(1, "rollout", 1)[1]["code"] == 137
 

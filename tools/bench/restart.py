@@ -130,6 +130,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override an option of configs/tiny_async.toml")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the run ends with the bench, also when that is stopped
     figures = measure(args.quick, args.set)
     if args.json:
         print(json.dumps({"bench": "restart", "cpus": os.cpu_count(), "figures": figures}))
