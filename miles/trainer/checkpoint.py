@@ -154,7 +154,7 @@ def _format() -> dict:
 def _explained(folder: str | Path):
     try:
         yield
-    except (OSError, RuntimeError, CheckpointException) as e:  # CheckpointException is a BaseException: it would pass every `except Exception`
+    except (OSError, CheckpointException) as e:  # CheckpointException is a BaseException: it would pass every `except Exception`
         reason = str(e).strip().splitlines()[-1:]
         raise EnvironmentFault(f"checkpoint {folder} could not be written: {' '.join(reason)}", "a writable folder with enough space",
                                "free space or choose another run root; the run goes on from the last complete checkpoint") from e

@@ -40,6 +40,20 @@ def test_a_disk_that_takes_no_more_is_an_environment_fault(world, models, tmp_pa
         saving.finish()
 
 
+def test_the_death_of_another_rank_is_no_fault_of_the_disk(world, models, tmp_path, monkeypatch):
+    """An EnvironmentFault ends the run, because a restart mends no disk; this is what a restart is for."""
+    step = worlds.build(models["llama"], {})
+    saving = begin_checkpoint(tmp_path, step.model, step.optimizer)
+    saving.wait()
+
+    def lost():
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(saving, "_finalize", [lost])
+    with pytest.raises(RuntimeError, match="reset by peer"):
+        saving.finish()
+
+
 def test_every_file_is_described_as_it_lies_on_disk(world, models, tmp_path):
     step = worlds.build(models["llama"], {})
     saving = begin_checkpoint(tmp_path, step.model, step.optimizer)
