@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 from miles.cluster.slurm import scrubbed
 from miles.cluster.supervise import supervise
@@ -21,9 +22,16 @@ def run_local(run: RunDir) -> int:
 @contextlib.contextmanager
 def started_local(run: RunDir) -> Iterator[subprocess.Popen]:
     """The same as a child process, its output in RUN/local.out, so that the foreground can show progress. Ended on leaving."""
-    with open(run.path / "local.out", "ab") as out:
-        process = subprocess.Popen([sys.executable, "-m", "miles.cluster.supervise", str(run.path), "--launcher", "local"],
-                                   stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=scrubbed(os.environ), start_new_session=True)
+    with started(run.path / "local.out", "miles.cluster.supervise", str(run.path), "--launcher", "local") as process:
+        yield process
+
+
+@contextlib.contextmanager
+def started(output: Path, module: str, *words: str) -> Iterator[subprocess.Popen]:
+    """A Python module as a child process outside any MPI or Slurm step, its output appended to a file. Ended on leaving."""
+    with open(output, "ab") as out:
+        process = subprocess.Popen([sys.executable, "-m", module, *words], stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=scrubbed(os.environ),
+                                   start_new_session=True)
     try:
         yield process
     finally:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from miles.cluster import slurm
 from miles.cluster.decide import EX_TEMPFAIL, NOT_RESTARTED, Cause, Outcome
+from miles.cluster.local import started
 from miles.cluster.supervise import POLL_S, Step, last_error, restart_delay
 from miles.config import load_site
 from miles.core import MilesError, Role
@@ -151,15 +152,8 @@ def supervise_pool(pool: PoolDir, launcher: str, module: str = "miles.rollout") 
 @contextlib.contextmanager
 def started_pool(pool: PoolDir):
     """The same as a child process, its output in the pool's local.out, so that the foreground can show progress. Ended on leaving."""
-    with open(pool.folder / "local.out", "ab") as out:
-        process = subprocess.Popen([sys.executable, "-m", "miles.cluster.pool", str(pool.path), str(pool.pool), "--launcher", "local"],
-                                   stdout=out, stderr=out, stdin=subprocess.DEVNULL, env=slurm.scrubbed(os.environ), start_new_session=True)
-    try:
+    with started(pool.folder / "local.out", "miles.cluster.pool", str(pool.path), str(pool.pool), "--launcher", "local") as process:
         yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-        process.wait()
 
 
 def main() -> int:
