@@ -30,6 +30,7 @@ class Checkpoint:
     reply: Message
     turn: Turn
     parent: int = ROOT  # index of the turn it goes on from
+    root: int = 0  # index of the first turn of its conversation
     line: np.ndarray | None = None  # int32 [P+N], the turn's tokens where they lie already end to end
     cacheable_tokens: int = 0  # prompt tokens whose KV the engine had already computed for this session
     reused_tokens: int = 0  # of those, how many came from its prefix cache
@@ -89,14 +90,10 @@ class History:
 
     def add(self, checkpoint: Checkpoint) -> History:
         """With a turn that goes on from `head`, which becomes the head."""
-        nodes = (*self.nodes, replace(checkpoint, parent=self.head))
-        return replace(self, nodes=nodes, head=len(nodes) - 1)
-
-    def root(self, node: int) -> int:
-        """The first turn of the conversation that holds turn `node`."""
-        while self.nodes[node].parent != ROOT:
-            node = self.nodes[node].parent
-        return node
+        node = replace(checkpoint, parent=self.head, root=self.last.root if self.last else len(self.nodes))
+        grown = replace(self, nodes=(*self.nodes, node), head=len(self.nodes))
+        vars(grown)["messages"] = [*self.messages, *node.messages]  # walking the whole path in every turn would cost more the longer the conversation is
+        return grown
 
     def leaves(self) -> tuple[int, ...]:
         """The last turns of the conversations that are kept, in the order of their answers. A turn that was asked again with the same messages,

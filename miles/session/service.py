@@ -150,7 +150,7 @@ class Session:
         match = self.history.match(messages, service.replay)
         kept, appended = match.kept, match.appended
         last = kept.last
-        if last and tools != self._tools[kept.root(kept.head)]:
+        if last and tools != self._tools[last.root]:
             raise StructureError("the tools of this request are not those of the conversation's first turn, which stand in its prompt",
                                  "the same tools in every turn", "open another session for other tools", cause="history:tools")
         before = last.tokens if last else np.zeros(0, dtype=np.int32)

@@ -13,12 +13,14 @@ Turns of many sessions are made durable together: while one write and fsync is u
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -136,10 +138,13 @@ class SessionStore:
         self.restored = stored_sessions(folder, rank)
         self._waiting: list[tuple[bytes, asyncio.Future]] = []
         self._writing = False
-        self._thread = ThreadPoolExecutor(1, "sessions")
+        # A bare queue: an executor's futures would double what handing a turn to the thread costs.
+        self._batches: SimpleQueue[tuple[asyncio.AbstractEventLoop, list[tuple[bytes, asyncio.Future]]] | None] = SimpleQueue()
+        self._thread = Thread(target=self._commit_batches, name="sessions", daemon=True)
         self._fd, self._path, self._size, self._rotate_at = -1, folder, 0, ROTATE_BYTES
         self._broken: MilesError | None = None
         self._begin(self.restored)
+        self._thread.start()
 
     def append(self, *records: Record) -> asyncio.Future[None]:
         """Done when the records survive kill -9 and power loss; an EnvironmentFault when they cannot be written: then they are not there."""
@@ -151,20 +156,20 @@ class SessionStore:
 
     def close(self) -> None:
         """When nothing is appended any more."""
-        self._thread.shutdown()
+        self._batches.put(None)
+        self._thread.join()
         os.close(self._fd)
 
     def _write(self) -> None:
         """Begin to write all that waits. What comes meanwhile is written next."""
         batch, self._waiting, self._writing = self._waiting, [], True
-        job = asyncio.get_running_loop().run_in_executor(self._thread, self._commit, b"".join(data for data, _ in batch))
-        job.add_done_callback(lambda job: self._written([done for _, done in batch], job.exception()))
+        self._batches.put((asyncio.get_running_loop(), batch))
 
-    def _written(self, batch: list[asyncio.Future[None]], error: BaseException | None) -> None:
+    def _written(self, batch: list[tuple[bytes, asyncio.Future[None]]], error: Exception | None) -> None:
         self._writing = False
         if self._waiting:
             self._write()
-        for done in batch:
+        for _, done in batch:
             if done.done():  # its caller has given up
                 continue
             if error is None:
@@ -173,6 +178,17 @@ class SessionStore:
                 done.set_exception(error)
 
     # -- in the thread -------------------------------------------------------------------------------------------------------
+    def _commit_batches(self) -> None:
+        while (job := self._batches.get()) is not None:
+            loop, batch = job
+            error: Exception | None = None
+            try:
+                self._commit(b"".join(data for data, _ in batch))
+            except Exception as e:  # noqa: BLE001  whoever waits for the batch is told
+                error = e
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(self._written, batch, error)
+
     def _commit(self, data: bytes) -> None:
         if self._broken is not None:
             raise self._broken

@@ -4,7 +4,8 @@
 Three processes: the server (pinned to one core), a stub engine that answers at once in SGLang's format, and this one, which plays the harness. All over
 loopback HTTP, every turn durable (on disk before its answer) as in a run.
   added time    one session with a history of 1k and of 64k tokens; each turn appends 40 to 60 tokens. Baseline: the same number of tokens sent to the
-                engine by the client the server uses. The two alternate, in one run; p50 of the difference.
+                engine by the client the server uses. The two alternate, in one run; p50 of the difference. Limit: one more such call, because a
+                turn goes through two sockets where the baseline goes through one, and one fdatasync of what a turn appends.
   throughput    512 sessions at once, each a conversation of 8 turns, then a new one. Limit: the same harness against a server that only answers.
   prefix reuse  a real SGLang on a tiny random model, 16 sessions of 24 turns at once, which begin with instructions of about 1,000 tokens as agents'
                 do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach.
@@ -177,6 +178,19 @@ async def added_time(folder: str, server: str, engine: str, history: int, turns:
     return statistics.median(t - a for t, a in list(zip(through, alone, strict=True))[3:]), statistics.median(alone[3:])
 
 
+def sync_time(folder: str, writes: int = 100) -> float:
+    """p50 of appending a turn's record to a file and bringing it to disk, seconds."""
+    times = []
+    with open(Path(folder) / "sync", "wb", buffering=0) as f:
+        for _ in range(writes):
+            start = time.perf_counter()
+            f.write(b"x" * 1500)
+            os.fdatasync(f.fileno())
+            times.append(time.perf_counter() - start)
+            time.sleep(0.002)
+    return statistics.median(times)
+
+
 async def throughput(server: str, pid: int, conversations: int) -> tuple[float, float, int]:
     """(turns/s, growth of the server's memory over the second half, turns lost) of SESSIONS conversations at once."""
     done, lost, memory = 0, 0, []
@@ -272,10 +286,10 @@ def measure(quick: bool) -> list[dict]:
         os.sched_setaffinity(0, {os.cpu_count() - 1})
         with process(os.cpu_count() - 1, "--role", "stub", "--folder", folder) as (_, engine), \
                 process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
-            added = {}
+            added, sync = {}, sync_time(scratch)
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
                 added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 30 if quick else 200))
-                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 0.0, 1e3 * most, added[tokens] <= most))
+                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * (alone + sync), 1e3 * most, added[tokens] <= most))
             figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, 2.0, added[65536] <= 2 * added[1024]))
             limit = asyncio.run(harness_limit(engine, 2048 if quick else 4096))
             rate, growth, lost = asyncio.run(throughput(url, server.pid, SESSIONS * (1 if quick else 6)))
