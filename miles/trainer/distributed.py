@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 import miles.platform
-from miles.core import EnvironmentFault, Layout
+from miles.core import EnvironmentFault, Layout, MilesError
 
 
 def init_distributed(rank: int, layout: Layout, broadcast_bytes: Callable[[bytes | None], bytes], *, seed: int, timeout_s: float = 600.0) -> None:
@@ -23,7 +23,8 @@ def init_distributed(rank: int, layout: Layout, broadcast_bytes: Callable[[bytes
     `broadcast_bytes(data)` returns rank 0's `data` on every rank (others pass None). Rank 0 lets the operating system choose the port, so
     several runs share a machine without agreeing on ports.
 
-    Raises EnvironmentFault: the ranks do not find each other within `timeout_s`.
+    Raises EnvironmentFault: rank 0 cannot listen. MilesError: the ranks do not find each other within `timeout_s`; one of them may have been
+    killed in this moment, so the step is to be started again, as often as the run allows.
     """
     platform = miles.platform.current()
     if platform.name == "cuda":
@@ -33,9 +34,9 @@ def init_distributed(rank: int, layout: Layout, broadcast_bytes: Callable[[bytes
         store = _meet(rank, layout.world, broadcast_bytes, timeout)
         dist.init_process_group(platform.backend, store=store, rank=rank, world_size=layout.world, timeout=timeout)
     except (RuntimeError, OSError) as e:
-        raise EnvironmentFault(f"trainer rank {rank}: torch.distributed ({platform.backend}) did not start: {e}",
-                               f"{layout.world} ranks that reach rank 0 over TCP",
-                               "check the network between the trainer nodes (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME choose the interface)") from e
+        raise MilesError(f"trainer rank {rank}: torch.distributed ({platform.backend}) did not start: {e}",
+                         f"{layout.world} ranks that live and reach rank 0 over TCP",
+                         "if no rank was killed, check the network between the trainer nodes (GLOO_SOCKET_IFNAME / NCCL_SOCKET_IFNAME choose the interface)") from e
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp,
@@ -56,7 +57,11 @@ def _meet(rank: int, world: int, broadcast_bytes: Callable[[bytes | None], bytes
     """A TCP store on a free port of rank 0's node, with all ranks connected."""
     if rank == 0:
         host = _reachable_host()
-        store = dist.TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        try:
+            store = dist.TCPStore(host, 0, world, is_master=True, timeout=timeout, wait_for_workers=False)
+        except (RuntimeError, OSError) as e:
+            raise EnvironmentFault(f"trainer rank 0 cannot listen on {host}: {e}", "an address of this node",
+                                   "check what this node's host name resolves to") from e
         broadcast_bytes(json.dumps({"host": host, "port": store.port}).encode())
         return store
     address = json.loads(broadcast_bytes(None))
