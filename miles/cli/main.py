@@ -102,6 +102,36 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool) -> None:
 @main.command()
 @CONFIG
 @SET
+@click.option("--tokens", type=click.IntRange(1), help="Mean length of a trajectory (default: rollout.max_session_tokens, the longest).")
+@click.option("--density", type=click.FloatRange(0, 1, min_open=True), default=0.01, show_default=True,
+              help="Share of the weights that a step changes, for patches on disk.")
+@JSON
+def plan(config: Path, overrides: tuple[str, ...], tokens: int | None, density: float, as_json: bool) -> None:
+    """Print what CONFIG costs: memory per GPU, and the shortest time that a training step can take on the site's hardware, term by term.
+
+    Nothing is checked on this machine. Exit code 2 when a GPU or a disk cannot hold its part.
+
+    \b
+      miles-submit plan configs/glm52_async.toml
+      miles-submit plan configs/glm52_async.toml --tokens 20000 --set trainer.optimizer.state=resident
+    """
+    from miles.config import load_config, load_site
+    from miles.config.floor import step_floor
+    from miles.config.memory import draft_plan
+
+    loaded = load_config(config, overrides)
+    site = load_site(loaded.cluster.site)
+    memory, floor = draft_plan(loaded, site), step_floor(loaded, site, tokens, density)
+    if as_json:
+        click.echo(json.dumps({"config": str(config), "memory": memory.to_json(), "step_floor": floor.to_json()}, indent=1))
+    else:
+        click.echo(f"{memory.table()}\n\n{floor.table()}")
+    sys.exit(2 if memory.problems else 0)
+
+
+@main.command()
+@CONFIG
+@SET
 def prepare(config: Path, overrides: tuple[str, ...]) -> None:
     """Make what CONFIG needs before its first start: the model folder, when it has a recipe.
 

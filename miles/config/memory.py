@@ -148,7 +148,7 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     engine, engine_problems = _engine(config, site, shape)
     stays = _engine_leaves(config, engine) if shared else None
     plans = tuple(_stage(config, shape, s, layers, stays) for s, layers in enumerate(stages))
-    state = [_state_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
+    state = [state_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
     disk = max(state) * config.cluster.trainer.ranks_per_node if streamed else 0.0
@@ -241,7 +241,7 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------------
-def _rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
+def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
     """Parameters one rank of a stage holds: (dense, routed experts)."""
     lay = config.trainer.layout
     part = [shape.layers[i] for i in layers]
@@ -253,11 +253,11 @@ def _rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers:
     return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
 
 
-def _state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+def state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
     """Optimizer state of one rank: dense parts are divided over the data- and context-parallel ranks, experts over the
     expert-data-parallel ones."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
-    dense, experts = _rank_parameters(config, shape, stage, layers)
+    dense, experts = rank_parameters(config, shape, stage, layers)
     bytes_each = STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)  # fp32 training has no second fp32 copy
     return bytes_each * (dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))) / GB
 
@@ -275,13 +275,13 @@ def _offloaded_gb(stage: StagePlan) -> float:
 
 def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, stays: Item | None = None) -> StagePlan:
     """`stays`: what else is on the GPU."""
-    dense, experts = _rank_parameters(config, shape, stage, layers)
+    dense, experts = rank_parameters(config, shape, stage, layers)
     count = dense + experts
     streamed = config.trainer.optimizer.state == "stream"
     state = (
         Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk")
         if streamed
-        else Item("optimizer", _state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
+        else Item("optimizer", state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
     )
     return StagePlan(
         stage,
@@ -354,6 +354,14 @@ def kv_bytes_per_token(config: MilesConfig, shape: ModelShape) -> float:
         return layers * (row + index)
     attention_tp = config.engine.tp // config.engine.dp_attention
     return layers * 2 * math.ceil(shape.kv_heads / attention_tp) * shape.head_dim * width
+
+
+def engine_model_gb(config: MilesConfig, shape: ModelShape) -> float:
+    """The weights that engines serve, each once, GB: embeddings, head, router and norms are not quantized."""
+    layers = shape.layers + (shape.draft if config.engine.speculative else ())
+    quantized = sum(x.total - x.replicated for x in layers)
+    plain = sum(x.replicated for x in layers) + shape.embedding + shape.head + shape.hidden
+    return (ENGINE_BYTES[config.model.rollout_precision] * quantized + (4 if config.model.rollout_precision == "fp32" else 2) * plain) / GB
 
 
 def _engine(config: MilesConfig, site: SiteConfig, shape: ModelShape) -> tuple[EnginePlan, list[str]]:

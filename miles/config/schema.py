@@ -269,3 +269,7 @@ class SiteConfig(Section):
     sbatch: tuple[str, ...] = Field((), description="Further #SBATCH options for every component, as they are.")
     gpu_memory_gb: float = Field(80.0, gt=0, description="Memory of one GPU, GB, for the memory plan.")
     node_disk_gb: float | None = Field(None, gt=0, description="Free node-local disk, GB, for the streaming plan.")
+    gpu_tflops: float | None = Field(None, gt=0, description="Peak of one GPU at the trainer's precision, dense, TFLOP/s, for the step-time floor of `plan`.")
+    node_disk_gb_s: float | None = Field(None, gt=0, description="Bandwidth of a node's `scratch`, reads and writes together, GB/s, for `plan`.")
+    node_network_gb_s: float | None = Field(None, gt=0, description="Network bandwidth of a node, one direction, GB/s, for `plan`.")
+    shared_gb_s: float | None = Field(None, gt=0, description="Bandwidth of the shared file system for one file, GB/s, for `plan`.")

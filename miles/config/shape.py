@@ -59,6 +59,9 @@ class ModelShape:
     kv_rope: int  # MLA: rotary elements cached per token and layer
     head_dim: int
     index_dim: int  # elements of the indexer's key, 0 without sparse attention
+    index_width: int  # of its queries, all heads
+    index_topk: int  # keys that it picks for a token
+    score_width: int  # elements of query and value of one token and layer, all heads: multiplications of attention for each key that it sees
 
     @property
     def total(self) -> int:
@@ -169,6 +172,9 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
         kv_rope=hf["qk_rope_head_dim"] if latent else 0,
         head_dim=head_dim,
         index_dim=hf["index_head_dim"] if sparse else 0,
+        index_width=hf["index_n_heads"] * hf["index_head_dim"] if sparse else 0,
+        index_topk=hf["index_topk"] if sparse else 0,
+        score_width=width // 2 if latent else 2 * heads * head_dim,
     )
 
 

@@ -102,7 +102,7 @@ def test_cancel_of_a_dead_run_is_code_3(run):
     assert done.returncode == 3 and "nothing works on" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["render", "check", "prepare", "submit", "local", "status", "follow", "logs", "cancel", "resume", "attach", "report"])
+@pytest.mark.parametrize("command", ["render", "check", "plan", "prepare", "submit", "local", "status", "follow", "logs", "cancel", "resume", "attach", "report"])
 def test_every_command_helps_with_an_example(command):
     done = miles(command, "--help")
     assert done.returncode == 0 and f"miles-submit {command}" in done.stdout
