@@ -5,12 +5,13 @@ Owns the storage format and the exactly-once accounting of groups. Must not impo
 
 from miles.buffer.frontier import Frontier, cut
 from miles.buffer.queue import Taken, TrainerQueue
+from miles.buffer.reader import GroupReader, read_group
 from miles.buffer.state import BufferState, GroupInfo, Status, choose
-from miles.buffer.storage import UNREADABLE, group_path, read_group, read_summaries, read_trajectory
+from miles.buffer.storage import UNREADABLE, group_path, read_summaries
 from miles.buffer.view import BufferView
 from miles.buffer.writer import BufferWriter, write_part
 
 __all__ = [
-    "UNREADABLE", "BufferState", "BufferView", "BufferWriter", "Frontier", "GroupInfo", "Status", "Taken", "TrainerQueue", "choose", "cut", "group_path", "read_group",
-    "read_summaries", "read_trajectory", "write_part",
+    "UNREADABLE", "BufferState", "BufferView", "BufferWriter", "Frontier", "GroupInfo", "GroupReader", "Status", "Taken", "TrainerQueue", "choose", "cut", "group_path", "read_group",
+    "read_summaries", "write_part",
 ]

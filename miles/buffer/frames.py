@@ -98,17 +98,12 @@ def read_header(fd: int, segment: str, offset: int, end: int) -> tuple[Header, P
     return header, Place(header.sample, segment, offset, at + size, at + size + body - offset)
 
 
-def read_frame(folder: Path, place: Place, group: int) -> tuple[int, Header]:
-    """(open file descriptor, header) of a frame that must be there. Raises StructureError (cause `digest`): it is not; FileNotFoundError."""
-    fd = os.open(folder / place.segment, os.O_RDONLY)
-    try:
-        found = read_header(fd, place.segment, place.offset, os.fstat(fd).st_size)
-        if found is None or found[1] != place or found[0].group != group:
-            raise damaged(f"{folder / place.segment}, byte {place.offset}")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, found[0]
+def read_frame(fd: int, folder: Path, place: Place, group: int) -> Header:
+    """The header of a frame that must be there, in its open segment. Raises StructureError (cause `digest`): it is not."""
+    found = read_header(fd, place.segment, place.offset, os.fstat(fd).st_size)
+    if found is None or found[1] != place or found[0].group != group:
+        raise damaged(f"{folder / place.segment}, byte {place.offset}")
+    return found[0]
 
 
 def summary(leaf: Leaf) -> dict:

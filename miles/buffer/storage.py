@@ -16,9 +16,9 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from miles.buffer.frames import Place, damaged, decode_leaf, encode_frame, read_frame, summary
+from miles.buffer.frames import Place, damaged, encode_frame, summary
 from miles.buffer.segments import SegmentReader, SegmentWriter, Source
-from miles.core import Group, StructureError, Trajectory
+from miles.core import StructureError, Trajectory
 from miles.rundir.journal import decode, encode
 from miles.rundir.publish import create_bytes, explain_os_errors, fsync_dir
 
@@ -133,33 +133,6 @@ def read_sealed(buffer_dir: Path, group_id: int) -> Sealed:
     if record is None or record["group"] != group_id:
         raise damaged(str(path))
     return msgspec.convert(record, Sealed)
-
-
-def read_group(buffer_dir: Path, group_id: int) -> Group:
-    """A whole sealed group, digests verified. Raises StructureError (cause `digest`) when bytes do not match."""
-    items = []
-    for place in read_sealed(buffer_dir, group_id).places:
-        fd, header = read_frame(parts_dir(buffer_dir), place, group_id)
-        try:
-            items += [decode_leaf(fd, place, leaf, None) for leaf in header.leaves]
-        finally:
-            os.close(fd)
-    return Group(group_id, items[0].task_id, tuple(items))
-
-
-def read_trajectory(buffer_dir: Path, group_id: int, index: int, layers: slice | Sequence[int] | None = None) -> Trajectory:
-    """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers).
-
-    `layers`: the MoE layers (0 .. L-1) whose routes are read and verified, all by default; `routes` then has these layers alone.
-    """
-    sealed = read_sealed(buffer_dir, group_id)
-    wanted = sealed.summaries[index]
-    place = next(p for p in sealed.places if p.sample == wanted["sample"])
-    fd, header = read_frame(parts_dir(buffer_dir), place, group_id)
-    try:
-        return decode_leaf(fd, place, header.leaves[wanted["leaf"]], layers)
-    finally:
-        os.close(fd)
 
 
 def read_summaries(buffer_dir: Path, group_id: int) -> list[dict]:

@@ -14,10 +14,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from miles.buffer import UNREADABLE, TrainerQueue, read_summaries, read_trajectory
+from miles.buffer import UNREADABLE, GroupReader, TrainerQueue, read_summaries
 from miles.comm import Link, World
 from miles.config import MilesConfig
-from miles.core import StructureError
+from miles.core import StructureError, Trajectory
 from miles.rundir import RunDir
 from miles.trainer.algorithms import load_advantage, step_advantages
 from miles.trainer.batching import BatchPlan, Sequence
@@ -169,12 +169,14 @@ class Feed:
         """This rank's sequences, and the groups that any rank found damaged."""
         sequences, mine = [], set()
         number = {key: n for n, key in enumerate(plan.rollouts)}
-        for i in bins.of_rank(self._train_step.data_rank):
-            item = plan.items[i]
-            try:
-                sequences.append(self._sequence(item, plan.version, number[item.group, item.sample]))
-            except UNREADABLE:
-                mine.add(item.group)
+        items = [plan.items[i] for i in bins.of_rank(self._train_step.data_rank)]
+        with GroupReader(self._run.buffer_dir) as reader:  # the routes of this pipeline stage's layers, none without replay
+            reads = reader.trajectories(((item.group, item.index) for item in items), self._train_step.replay.layers)
+            for item, read in zip(items, reads, strict=True):
+                try:
+                    sequences.append(self._sequence(read.result(), item, plan.version, number[item.group, item.sample]))
+                except UNREADABLE:
+                    mine.add(item.group)
         groups = sorted({i.group for i in plan.items})
         flags = torch.tensor([g in mine for g in groups], dtype=torch.int32)
         if torch.cuda.is_available():
@@ -182,8 +184,7 @@ class Feed:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
-    def _sequence(self, item: Item, version: int, rollout: int) -> Sequence:
-        replay = self._train_step.replay  # reads the layers of its pipeline stage, none without replay
-        t = read_trajectory(self._run.buffer_dir, item.group, item.index, replay.layers)
-        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if replay.active else None,
+    def _sequence(self, t: Trajectory, item: Item, version: int, rollout: int) -> Sequence:
+        routes = t.routes if self._train_step.replay.active else None
+        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes,
                         advantage=item.advantage, exact=t.exact and t.oldest_version == version, rollout=rollout)

@@ -3,7 +3,10 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from miles.buffer import GroupReader
 from miles.buffer.storage import Parts, Sealed, seal
+from miles.core import Trajectory
+from miles.rundir import RunDir
 
 
 def finished_parts(buffer_dir: Path) -> dict[int, list[int]]:
@@ -15,3 +18,8 @@ def seal_parts(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> Seale
     """Seal these samples, from what is on disk. Raises KeyError: one is not there."""
     there = Parts(buffer_dir).groups.get(group_id, {})
     return seal(buffer_dir, group_id, {s: there[s] for s in samples})
+
+
+def read_one(run: RunDir, group: int, index: int, layers=None) -> Trajectory:
+    with GroupReader(run.buffer_dir) as reader:
+        return reader.trajectory(group, index, layers)

@@ -1,5 +1,4 @@
 import itertools
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +15,6 @@ from miles.buffer import (
     group_path,
     read_group,
     read_summaries,
-    read_trajectory,
     write_part,
 )
 from miles.buffer.frames import read_frame
@@ -25,7 +23,7 @@ from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import PoolDir, PoolFacts, RunDir
-from tests.buffer.parts import finished_parts, seal_parts
+from tests.buffer.parts import finished_parts, read_one, seal_parts
 
 
 def trajectory(group=0, sample=0, version=1, reward=1.0, n=6):
@@ -160,7 +158,7 @@ def test_a_flipped_bit_anywhere_in_a_sample_is_found(run, data):
     offset = data.draw(st.integers(0, place.size - 1))
     flip(run, 0, 1, offset, from_end=True)
     try:
-        assert read_trajectory(run.buffer_dir, 0, 0).sample == 0  # the other sample is whole
+        assert read_one(run, 0, 0).sample == 0  # the other sample is whole
         with pytest.raises(StructureError) as e:
             read_group(run.buffer_dir, 0)
         assert e.value.cause == "digest"
@@ -175,23 +173,22 @@ def test_layers_are_read_alone_and_verified_alone(run, writer):
     write_part(run, 1, [replace(trajectory(n=1101), routes=routes)])
     writer.seal(0, [0])
     expected = np.sort(routes, axis=-1)
-    assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
-    assert read_trajectory(run.buffer_dir, 0, 0, ()).routes.shape == (1100, 0, 4)
+    assert np.array_equal(read_one(run, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
+    assert read_one(run, 0, 0, ()).routes.shape == (1100, 0, 4)
     assert read_summaries(run.buffer_dir, 0)[0]["routes_shape"] == [6, 4]
     flip(run, 0, 0, 0, from_end=True)  # in the last layer
-    assert np.array_equal(read_trajectory(run.buffer_dir, 0, 0, range(5)).routes, expected[:, :5])
+    assert np.array_equal(read_one(run, 0, 0, range(5)).routes, expected[:, :5])
     with pytest.raises(StructureError, match="block 5 .layers 5 .. 5. is not what was written"):
-        read_trajectory(run.buffer_dir, 0, 0, [5])
+        read_one(run, 0, 0, [5])
     place = read_sealed(run.buffer_dir, 0).places[0]
     flip(run, 0, 0, place.offset + place.size - place.body - leaf_of(run, place).sizes[-1])  # in the header of the routes
     with pytest.raises(StructureError):
-        read_trajectory(run.buffer_dir, 0, 0, ())
+        read_one(run, 0, 0, ())
 
 
 def leaf_of(run, place):
-    fd, header = read_frame(parts_dir(run.buffer_dir), place, 0)
-    os.close(fd)
-    return header.leaves[0]
+    with open(parts_dir(run.buffer_dir) / place.segment, "rb") as f:
+        return read_frame(f.fileno(), parts_dir(run.buffer_dir), place, 0).leaves[0]
 
 
 def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):

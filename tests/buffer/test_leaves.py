@@ -14,14 +14,13 @@ from miles.buffer import (
     TrainerQueue,
     read_group,
     read_summaries,
-    read_trajectory,
     write_part,
 )
 from miles.buffer.storage import Parts, write_part_file
 from miles.config import load_config
 from miles.core import NO_VERSION, StructureError, Trajectory
 from miles.rundir import RunDir
-from tests.buffer.parts import finished_parts, seal_parts
+from tests.buffer.parts import finished_parts, read_one, seal_parts
 
 
 def leaf(group, sample, number, mask, *, reward=1.0, version=1, first_token=0, routes=True):
@@ -67,7 +66,7 @@ def test_a_group_holds_all_leaves_in_the_order_of_sample_and_leaf(run):
     expected = [*samples[0], *samples[2]]
     group = read_group(run.buffer_dir, 4)
     assert len(group.trajectories) == 3 and all(equal(a, b) for a, b in zip(group.trajectories, expected, strict=True))
-    assert all(equal(read_trajectory(run.buffer_dir, 4, n), t) for n, t in enumerate(expected))
+    assert all(equal(read_one(run, 4, n), t) for n, t in enumerate(expected))
     assert [(s["sample"], s["leaf"], s["length"], s["oldest_version"]) for s in read_summaries(run.buffer_dir, 4)] == [(0, 0, 5, 3), (0, 1, 6, 2), (2, 0, 3, 4)]
 
 
@@ -108,7 +107,7 @@ def test_the_thousandth_leaf_comes_after_the_others(run):
     write_part_file(run.buffer_dir, many)
     seal_parts(run.buffer_dir, 4, [0])
     assert [s["leaf"] for s in read_summaries(run.buffer_dir, 4)] == list(range(1002))
-    assert read_trajectory(run.buffer_dir, 4, 1001).tokens.tolist() == [1001, 1002]
+    assert read_one(run, 4, 1001).tokens.tolist() == [1001, 1002]
 
 
 def carry_on(run):

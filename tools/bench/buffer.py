@@ -5,9 +5,10 @@ Input: groups of 8 trajectories of 4,096 tokens with routes of 24 layers x top-8
 
 put + get       a group goes the way of a run: 8 parts, sealed, taken, read back whole, trained. Baseline: the same stored bytes written to one file, with
                 the same number of fsyncs, in turns with it. Both in MB of stored bytes a second. Once with the codec of the routes, which is
-                processor time of one thread and in a run spread over all ranks, and once with the seconds in its calls taken off
+                processor time and in a run spread over all ranks, and once with a codec that remembers its results
 metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
-                child that puts, takes, reads, trains and retires, with one rollout process; of 6 groups less those of 2. The 256 folders of groups are there, as soon in a run
+                child that puts, takes, reads, trains and retires steps of 8 groups, with one rollout process; of 3 steps less those of 1. The 256 folders of
+                groups are there, as soon in a run
 16 writers      the same parts by 16 processes at once and by one
 flat            what a call costs in a run with 100,000 groups in journals and on disk (--quick: 20,000) against one with 1,000, in turns, medians.
                 The journal of either run ends with a few groups that wait
@@ -44,6 +45,7 @@ from miles.rundir import JournalWriter, RunDir
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
 WRITERS = 16
+STEP = 8  # groups
 CALLS = "open,openat,creat,stat,lstat,newfstatat,statx,access,rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
 
 
@@ -80,40 +82,53 @@ class Both:
             write_part(self.run, self.epoch, [replace(t, group_id=group)])
         self.writer.seal(group, list(range(len(made))))
 
-    def take(self) -> int:
+    def take(self, count: int = 1) -> list[int]:
         self.step += 1
         self.queue.poll()
-        return self.queue.take(1, 1, self.step).groups[0].group_id
+        return [g.group_id for g in self.queue.take(count, 1, self.step).groups]
 
-    def close(self, group: int) -> None:
-        self.queue.trained([group], 1, self.step)
+    def close(self, groups: list[int]) -> None:
+        self.queue.trained(groups, 1, self.step)
 
 
 @contextmanager
-def counting():
-    """{"fsyncs": how many, "codec": seconds in the codec of the routes} of what runs inside."""
-    real = os.fsync, routes.encode_routes, routes.RouteReader.read
-    seen = {"fsyncs": 0, "codec": 0.0}
+def counting_fsyncs():
+    """[how many] of what runs inside."""
+    real, seen = os.fsync, [0]
 
     def fsync(fd):
-        seen["fsyncs"] += 1
-        return real[0](fd)
+        seen[0] += 1
+        return real(fd)
 
-    def timed(function):
-        def call(*args, **kw):
-            start = time.perf_counter()
-            try:
-                return function(*args, **kw)
-            finally:
-                seen["codec"] += time.perf_counter() - start
-
-        return call
-
-    os.fsync, routes.encode_routes, routes.RouteReader.read = fsync, timed(real[1]), timed(real[2])
+    os.fsync = fsync
     try:
         yield seen
     finally:
-        os.fsync, routes.encode_routes, routes.RouteReader.read = real
+        os.fsync = real
+
+
+@contextmanager
+def codec_for_nothing():
+    """The codec of the routes gives again what it gave for the same input, so that what runs inside takes as long as without it."""
+    real, stored, read = (routes.encode_routes, routes.RouteReader.read), {}, {}
+
+    def encode(array):
+        if id(array) not in stored:
+            stored[id(array)] = real[0](array)
+        return stored[id(array)]
+
+    def decode(reader, layers=None):
+        key = bytes(reader.header)
+        reader._source[:]  # the bytes are read all the same
+        if key not in read:
+            read[key] = real[1](reader, layers)
+        return read[key]
+
+    routes.encode_routes, routes.RouteReader.read = encode, decode
+    try:
+        yield
+    finally:
+        routes.encode_routes, routes.RouteReader.read = real
 
 
 def stored_bytes(run: RunDir, group: int) -> bytes:
@@ -137,56 +152,67 @@ def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
     return time.perf_counter() - start
 
 
-def put_and_get(folder: Path, groups: int) -> list[dict]:
+def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
+    """(MB/s of the buffer, of plain files) in stored bytes."""
     both, made = Both(make_run(folder)), samples()
-    put_get, codec, plain, stored = [], [], [], 0
+    put_get, plain, stored = [], [], 0
     for group in range(groups + 1):
-        with counting() as seen:
+        with counting_fsyncs() as fsyncs:
             start = time.perf_counter()
             both.put(group, made)
-            read_group(both.run.buffer_dir, both.take())
-            both.close(group)
+            (taken,) = both.take()
+            read_group(both.run.buffer_dir, taken)
+            both.close([taken])
             seconds = time.perf_counter() - start
         data = stored_bytes(both.run, group)
-        other = plain_seconds(folder / "plain", data, seen["fsyncs"])
+        other = plain_seconds(folder / "plain", data, fsyncs[0])
         both.queue.retire(both.step)
         if group:  # the first one compiles
             put_get.append(seconds)
-            codec.append(seen["codec"])
             plain.append(other)
             stored += len(data)
-    mb, baseline = stored / 1e6, stored / 1e6 / sum(plain)
-    whole, apart = mb / sum(put_get), mb / (sum(put_get) - sum(codec))
+    return stored / 1e6 / sum(put_get), stored / 1e6 / sum(plain)
+
+
+def bandwidth(folder: Path, groups: int) -> list[dict]:
+    with codec_for_nothing():
+        apart = put_and_get(folder / "apart", groups)
     return [
-        figure("put + get, MB/s, codec of the routes apart", apart, baseline, 0.7, at_least=True),
-        figure("put + get, MB/s, all in one thread", whole, baseline, 0.7, at_least=True),
+        figure("put + get, MB/s, codec of the routes apart", *apart, 0.7, at_least=True),
+        figure("put + get, MB/s, with the codec", *put_and_get(folder / "whole", groups), 0.7, at_least=True),
     ]
 
 
-def child(folder: Path, groups: int) -> None:
-    """What strace looks at. Phases are told apart by stat calls of names that say so."""
+def child(folder: Path, steps: int) -> None:
+    """What strace looks at. Phases are told apart by calls with names that say so."""
     both, made = Both(make_run(folder)), samples(tokens=64, layers=1)
     for n in range(256):
         (both.run.buffer_dir / "groups" / f"{n:02x}").mkdir()
-    for group in range(groups):
-        os.access(both.run.path / "phase-stored", os.F_OK)
-        both.put(group, made)
-        os.access(both.run.path / "phase-taken", os.F_OK)
-        taken = both.take()
-        os.access(both.run.path / "phase-read", os.F_OK)
-        read_group(both.run.buffer_dir, taken)
-        os.access(both.run.path / "phase-trained", os.F_OK)
-        both.close(group)
-        os.access(both.run.path / "phase-retired", os.F_OK)
+
+    def phase(name: str) -> None:
+        os.access(both.run.path / f"phase-{name}", os.F_OK)
+
+    for step in range(steps):
+        phase("stored")
+        for group in range(step * STEP, (step + 1) * STEP):
+            both.put(group, made)
+        phase("taken")
+        taken = both.take(STEP)
+        phase("read")
+        for group in taken:
+            read_group(both.run.buffer_dir, group)
+        phase("trained")
+        both.close(taken)
+        phase("retired")
         both.queue.retire(both.step)
-    os.access(both.run.path / "phase-end", os.F_OK)
+    phase("end")
 
 
-def metadata_calls(folder: Path, groups: int) -> Counter:
-    """(phase, call) -> how many, of `groups` groups."""
-    work = folder / f"traced{groups}"
-    trace = folder / f"trace{groups}"
-    subprocess.run(["strace", "-f", "-qq", "-s", "512", "-o", trace, "-e", f"trace={CALLS}", sys.executable, __file__, "--child", work, str(groups)], check=True)
+def metadata_calls(folder: Path, steps: int) -> Counter:
+    """(phase, call) -> how many, of `steps` steps."""
+    work = folder / f"traced{steps}"
+    trace = folder / f"trace{steps}"
+    subprocess.run(["strace", "-f", "-qq", "-s", "512", "-o", trace, "-e", f"trace={CALLS}", sys.executable, __file__, "--child", work, str(steps)], check=True)
     seen, phase = Counter(), "end"
     for line in trace.read_text(errors="replace").splitlines():
         found = re.search(r'^\d+\s+(\w+)\(.*"' + re.escape(str(work)) + r'/([^"]*)"', line)
@@ -202,8 +228,8 @@ def metadata_calls(folder: Path, groups: int) -> Counter:
 def metadata(folder: Path) -> list[dict]:
     if not shutil.which("strace"):
         return [{**figure("metadata calls a group", float("nan"), 6, 1, at_least=False), "note": "strace is not installed"}]
-    many, few = metadata_calls(folder, 6), metadata_calls(folder, 2)
-    each = {key: (many[key] - few[key]) / 4 for key in many}
+    many, few = metadata_calls(folder, 3), metadata_calls(folder, 1)
+    each = {key: (many[key] - few[key]) / (2 * STEP) for key in many}
     by_phase = Counter()
     for (phase, _), count in each.items():
         by_phase[phase] += count
@@ -283,9 +309,9 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
             timed("put", lambda both=both, n=n: both.put(first + n, made))
             timed("poll", both.queue.poll)
             taken = []
-            timed("take", lambda both=both, taken=taken: taken.append(both.take()))
+            timed("take", lambda both=both, taken=taken: taken.extend(both.take()))
             timed("counts", both.queue.state.counts)
-            both.close(taken[0])
+            both.close(taken)
             timed("retire", lambda both=both: both.queue.retire(both.step))
     names = {k: f"{k}, us with {groups:,} groups against 1,000" for k in seconds}
     return [figure(names[k], 1e6 * statistics.median(many), 1e6 * statistics.median(few), 1.25, at_least=False) for k, (few, many) in seconds.items()]
@@ -308,7 +334,7 @@ def main() -> int:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="miles-bench-buffer-") as name:
         folder = Path(name)
-        figures = put_and_get(folder, 16 if args.quick else 1000)
+        figures = bandwidth(folder, 16 if args.quick else 1000)
         figures += metadata(folder)
         figures += writers(folder, 1 if args.quick else 8)
         figures += flat(folder, 20_000 if args.quick else 100_000, 40 if args.quick else 200)
