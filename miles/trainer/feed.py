@@ -17,7 +17,7 @@ import torch.distributed as dist
 from miles.buffer import UNREADABLE, GroupReader, TrainerQueue, read_summaries
 from miles.comm import Link, World
 from miles.config import MilesConfig
-from miles.core import StructureError, Trajectory
+from miles.core import StructureError
 from miles.rundir import RunDir
 from miles.trainer.algorithms import load_advantage, step_advantages
 from miles.trainer.batching import BatchPlan, Sequence
@@ -167,16 +167,7 @@ class Feed:
     # -- every rank ----------------------------------------------------------------------------------------------------------
     def _read(self, plan: Plan, bins: BatchPlan) -> tuple[list[Sequence], set[int]]:
         """This rank's sequences, and the groups that any rank found damaged."""
-        sequences, mine = [], set()
-        number = {key: n for n, key in enumerate(plan.rollouts)}
-        items = [plan.items[i] for i in bins.of_rank(self._train_step.data_rank)]
-        with GroupReader(self._run.buffer_dir) as reader:  # the routes of this pipeline stage's layers, none without replay
-            reads = reader.trajectories(((item.group, item.index) for item in items), self._train_step.replay.layers)
-            for item, read in zip(items, reads, strict=True):
-                try:
-                    sequences.append(self._sequence(read.result(), item, plan.version, number[item.group, item.sample]))
-                except UNREADABLE:
-                    mine.add(item.group)
+        sequences, mine = self._sequences(plan, [plan.items[i] for i in bins.of_rank(self._train_step.data_rank)])
         groups = sorted({i.group for i in plan.items})
         flags = torch.tensor([g in mine for g in groups], dtype=torch.int32)
         if torch.cuda.is_available():
@@ -184,7 +175,19 @@ class Feed:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
-    def _sequence(self, t: Trajectory, item: Item, version: int, rollout: int) -> Sequence:
-        routes = t.routes if self._train_step.replay.active else None
-        return Sequence(tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes,
-                        advantage=item.advantage, exact=t.exact and t.oldest_version == version, rollout=rollout)
+    def _sequences(self, plan: Plan, items: list[Item]) -> tuple[list[Sequence], set[int]]:
+        """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers; and the groups of the others."""
+        replay, number = self._train_step.replay, {key: n for n, key in enumerate(plan.rollouts)}
+        sequences, bad = [], set()
+        with GroupReader(self._run.buffer_dir) as reader:
+            reads = reader.trajectories(((i.group, i.index) for i in items), replay.layers)
+            for item, read in zip(items, reads, strict=True):
+                try:
+                    t = read.result()
+                except UNREADABLE:
+                    bad.add(item.group)
+                    continue
+                sequences.append(Sequence(
+                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if replay.active else None,
+                    advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
+        return sequences, bad

@@ -8,6 +8,7 @@ import pytest
 from test_loop import trajectory
 
 from miles.buffer import BufferWriter, read_summaries, write_part
+from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import StructureError
 from miles.rundir import RunDir
@@ -38,10 +39,29 @@ def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
     routes = np.random.default_rng(0).random((60, 6, 8)).argsort(-1)[..., :2].astype(np.uint8)
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
-        (item,) = feed(run, layers)._items(0, read_summaries(run.buffer_dir, 0))
-        s = feed(run, layers)._sequence(item, version=1, rollout=0)
-        assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers])
-    assert feed(run, [])._sequence(item, version=1, rollout=0).routes is None  # a stage of dense layers, or no replay
+        items = feed(run, layers)._items(0, read_summaries(run.buffer_dir, 0))
+        (s,), bad = feed(run, layers)._sequences(Plan(1, 1, items), items)
+        assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers]) and not bad
+    (s,), _ = feed(run, [])._sequences(Plan(1, 1, items), items)
+    assert s.routes is None  # a stage of dense layers, or no replay
+
+
+def test_a_damaged_sample_leaves_the_others_and_names_its_group(run):
+    epoch = run.new_epoch("rollout")
+    writer = BufferWriter(run, epoch)
+    for group in range(2):
+        writer.start(group, "t")
+        for sample in range(2):
+            write_part(run, epoch, [trajectory(group, sample, 1)])
+        writer.seal(group, [0, 1])
+    stage = feed(run, [0], shape=(2, 2))
+    items = [i for g in range(2) for i in stage._items(g, read_summaries(run.buffer_dir, g))]
+    place = read_sealed(run.buffer_dir, 1).places[0]
+    with open(parts_dir(run.buffer_dir) / place.segment, "r+b") as f:
+        f.seek(place.body)
+        f.write(b"\xff\xff\xff\xff")
+    sequences, bad = stage._sequences(Plan(1, 1, items), items)
+    assert bad == {1} and [s.rollout for s in sequences] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("shape", [None, (5, 2), (6, 4)])
