@@ -35,6 +35,10 @@ def detect_platform() -> Platform:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+class EngineKilled(EnvironmentFault):
+    """A signal ended the server before it answered, and not SGLang itself: a second start may succeed where this one did not."""
+
+
 class EngineProcess:
     """One `sglang.launch_server` child: its own process group, killed by the kernel when this process dies.
 
@@ -76,7 +80,8 @@ class EngineProcess:
     async def start(self, weight_version: int = 0, model_path: str | None = None) -> str:
         """Start the server with the weights in `model_path` (default: model.path), called `weight_version`; return its URL once it generates.
 
-        Raises EnvironmentFault with the end of its log when it exits or does not answer within engine.start_timeout_s.
+        Raises EnvironmentFault with the end of its log when it exits or does not answer within engine.start_timeout_s; EngineKilled when somebody else
+        ended it.
         """
         began = time.monotonic()
         first = first_port(self.config.engine.port_base, self.rank)
@@ -153,7 +158,10 @@ class EngineProcess:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=30)) as http:
             while True:
                 if self._child.returncode is not None:
-                    raise self._fault(f"the engine of rank {self.rank} ended with exit status {self._child.returncode} before it answered")
+                    fault = self._fault(f"the engine of rank {self.rank} ended with exit status {self._child.returncode} before it answered")
+                    # SGLang kills itself too, when one of its processes fails: then its log says so.
+                    by_others = self._child.returncode < 0 and "sigquit" not in self.log_tail().lower()
+                    raise EngineKilled(*fault.args) if by_others else fault
                 if time.monotonic() > deadline:
                     raise self._fault(f"the engine of rank {self.rank} did not answer within {self.config.engine.start_timeout_s:.0f} s")
                 try:

@@ -23,6 +23,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from pathlib import Path
 
 from miles.core import ConfigError, EnvironmentFault
@@ -30,6 +31,7 @@ from miles.env import processes
 from miles.env.backends import APP
 
 DISK_MB = 256
+FIND_S = 5.0
 INODES_PER_MB = 128
 PREFIX = "miles-env-"
 _DYNAMIC_IDS = range(61184, 65520)  # systemd's range of ids without an account (systemd.io/UIDS-GIDS), mapped also in rootless containers
@@ -75,9 +77,19 @@ class Workspace:
             said = self._holder.stderr.read().decode("utf-8", "replace").strip()
             raise EnvironmentFault(f"sandbox: no namespace for a workspace: {said!r}", "unshare to make mount and pid namespaces, as this user",
                                    "check `sysctl user.max_user_namespaces kernel.unprivileged_userns_clone kernel.apparmor_restrict_unprivileged_userns`")
-        holder = processes.below(self._holder.pid)[0].pid
+        holder = self._find_holder()
         self.enter = ("nsenter", *([] if root else ["--user", "--preserve-credentials"]), "--mount", "--pid", f"--target={holder}", "--")
         return Path(f"/proc/{holder}/root{_BASE}")
+
+    def _find_holder(self) -> int:
+        """The process inside, which is the only child of `unshare`; the kernel's list of children may miss it now and then."""
+        deadline = time.monotonic() + FIND_S
+        while self._holder.poll() is None and time.monotonic() < deadline:
+            if found := processes.below(self._holder.pid):
+                return found[0].pid
+            time.sleep(0.01)
+        raise EnvironmentFault("sandbox: the process that holds a workspace's namespace was killed, or is not to be found",
+                               "a child of unshare in /proc", "the sample is played again; if it comes again, look for what kills processes of this user")
 
     def local(self, path: Path) -> str:
         """What a launcher calls `path`: files of this workspace have another name inside the namespace, all others the same."""

@@ -26,6 +26,7 @@ from miles.config import MilesConfig, load_site
 from miles.core import EnvironmentFault, Role, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.ports import first_port
+from miles.engine.process import EngineKilled
 from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
 from miles.log import RunLog
 from miles.rollout.endpoint import Endpoint
@@ -68,6 +69,10 @@ def engine_host(config: MilesConfig) -> str:
     return "127.0.0.1" if config.cluster.rollout.nodes == 1 else socket.gethostbyname(socket.gethostname())
 
 
+class _NoStart(Exception):
+    """The engine did not start, and may the next time."""
+
+
 class Worker:
     """Runs until `stop` is called or its engine has died too often."""
 
@@ -91,7 +96,9 @@ class Worker:
         self._former: list[EngineClient] = []  # of dead ones: a session may still be waiting for its answer
         self._samples: dict[str, tuple[int, int]] = {}  # session -> (group, sample) of the trajectories that run here
         self._running: set[asyncio.Task] = set()
-        self._look, self._stopping = asyncio.Event(), asyncio.Event()
+        self._look, self._stopping, self._failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self._fault: BaseException | None = None  # what ended a trajectory without an answer to the leader
+        self._served = False  # an engine of this rank has started once
         self._logged = 0.0
 
     # -- what the message pump calls -----------------------------------------------------------------------------------------
@@ -106,7 +113,13 @@ class Worker:
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         job = asyncio.create_task(work)
         self._running.add(job)
-        job.add_done_callback(self._running.discard)
+        job.add_done_callback(self._ended)
+
+    def _ended(self, job: asyncio.Task) -> None:
+        self._running.discard(job)
+        if not job.cancelled() and job.exception() is not None and self._fault is None:
+            self._fault = job.exception()
+            self._failed.set()
 
     def look(self, over: int) -> None:
         """There may be a newer weight version. `over`: the newest whose batch is complete (shared GPUs, otherwise -1)."""
@@ -133,7 +146,20 @@ class Worker:
 
     # -- the engine's life ---------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times."""
+        """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times; and what ended a trajectory so that its sample
+        has no answer: a rank that went on would leave its group open for ever, and one that is started again plays it again."""
+        life, failed = asyncio.create_task(self._live()), asyncio.create_task(self._failed.wait())
+        try:
+            await asyncio.wait({life, failed}, return_when=asyncio.FIRST_COMPLETED)
+            if self._fault is not None:
+                raise self._fault
+            await life
+        finally:
+            for task in (life, failed):
+                task.cancel()
+            await asyncio.wait({life, failed})
+
+    async def _live(self) -> None:
         lease = await self._serve()
         self._report({"kind": "held", "samples": [(*sample_of(name), len(turns)) for name, (_, turns) in self._service.held.items()]})
         deaths = 0
@@ -141,7 +167,7 @@ class Worker:
             while not self._stopping.is_set():
                 try:
                     await self._incarnation(deaths)
-                except EnginePoisoned as e:
+                except (EnginePoisoned, _NoStart) as e:
                     cause = str(e)
                 else:
                     cause = f"the engine ended with status {self._process.returncode}"
@@ -173,7 +199,7 @@ class Worker:
             if self._stopping.is_set():
                 return
             await self._next_look()
-        url = await self._process.start()
+        url = await self._start()
         client = self._client(url)
         try:
             weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns)
@@ -191,6 +217,16 @@ class Worker:
         finally:
             self._engines.down(self._rank)
             await client.close()
+
+    async def _start(self) -> str:
+        try:
+            url = await self._process.start()
+        except EnvironmentFault as e:
+            if self._served or isinstance(e, EngineKilled):  # a death as any other; otherwise it would not start the next time either
+                raise _NoStart(str(e)) from e
+            raise
+        self._served = True
+        return url
 
     def _offer(self, rank: int, client: EngineClient) -> None:
         """Sessions may use this engine, which lives: again, when one of them had given it up for a broken connection and no answer."""

@@ -14,7 +14,7 @@ import miles.engine.process
 from miles.core import EnvironmentFault
 from miles.engine import EngineClient, EngineProcess, Sampling
 from miles.engine.digest import expected_checksums
-from miles.engine.process import _group_members
+from miles.engine.process import EngineKilled, _group_members
 from tests.engine.conftest import TOKEN
 from tests.engine.tiny import make_model
 
@@ -113,3 +113,20 @@ def test_killed_it_is_seen_dead_and_starts_again_with_the_folders_weights(stub, 
     client = EngineClient(stub.process.url, TOKEN, stub.folder, max_context=2048)
     assert stub.run(client.refresh_version()) == 3 and _group_members(old) == [] and stub.process.started_s < 30
     stub.run(client.close())
+
+
+def test_an_engine_killed_while_it_starts_is_told_from_one_that_fails(make_config, token_file, runner, tmp_path, monkeypatch):
+    monkeypatch.setattr(miles.engine.process, "SERVER", "tests.engine.stub")
+    folder = make_model(tmp_path / "model", "llama")
+
+    async def start_and_kill():
+        process = EngineProcess(make_config(**{"model.path": str(folder), "engine.port_base": 35200}), rank=0, log_path=tmp_path / "e.log",
+                                token_file=token_file, platform="cpu")
+        start = asyncio.ensure_future(process.start())
+        while not process.alive:
+            await asyncio.sleep(0.01)
+        os.kill(process.pid, signal.SIGKILL)
+        await start
+
+    with pytest.raises(EngineKilled, match="exit status -9"):
+        runner.run(start_and_kill())

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import shutil
+import signal
 
 import pytest
 
 from miles.core import ConfigError, EnvironmentFault
-from miles.env import CommandLimits, Sandbox, Shell, Workspace
+from miles.env import CommandLimits, Sandbox, Shell, Workspace, processes
 from miles.env import sandbox as sandbox_module
 from miles.env import workspace as workspace_module
 from tests.env.boxes import run
@@ -189,3 +190,25 @@ async def in_a_shell(*commands, limits):
     with sandbox.workspace(None, limits) as ws:
         async with Shell(sandbox, ws, limits) as shell:
             return [await shell.run(c) for c in commands][-1]
+
+
+def test_a_holder_that_the_kernels_list_of_children_misses_is_looked_for_again(monkeypatch):
+    real, looks = processes.below, []
+
+    def below(pid):
+        looks.append(pid)
+        return real(pid) if len(looks) > 2 else []
+
+    monkeypatch.setattr(processes, "below", below)
+    with Workspace() as ws:
+        assert len(looks) >= 3 and ws.app.is_dir()
+
+
+def test_a_holder_that_is_killed_is_a_fault_of_the_machine(monkeypatch):
+    def below(pid):
+        os.killpg(pid, signal.SIGKILL)
+        return []
+
+    monkeypatch.setattr(processes, "below", below)
+    with pytest.raises(EnvironmentFault, match="was killed"):
+        Workspace()

@@ -12,10 +12,11 @@ import pytest
 import miles.rollout.worker
 from miles.buffer import BufferWriter, read_group
 from miles.config import load_config
-from miles.core import NO_VERSION, Trajectory
+from miles.core import NO_VERSION, EnvironmentFault, Trajectory
+from miles.engine.process import EngineKilled
 from miles.env import Episode
 from miles.log import RunLog
-from miles.rollout.worker import Worker
+from miles.rollout.worker import Worker, _NoStart
 from miles.rundir import RunDir
 from miles.session import Engine
 from tests.engine.tiny import make_tokenizer
@@ -171,3 +172,59 @@ def test_a_sample_that_did_not_finish_has_a_row_of_the_same_columns():
     (_, row), = logged([], "dropped:assembly:prefix")
     assert set(row) == set(logged([leaf(0, [0, 1], [3], 1, 1, 0, 0, 0)], None)[0][1])
     assert math.isnan(row["reward"]) and (row["leaves"], row["tokens"], row["oldest_version"], row["status"]) == (0, 0, -1, "dropped:assembly:prefix")
+
+
+@pytest.fixture
+def worker(tmp_path):
+    make_tokenizer(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **SHAPE_CONFIG}))
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"model.path={tmp_path / 'model'}")))
+    log = RunLog(tmp_path / "rank.h5")
+    yield Worker(run, 0, run.new_epoch("rollout"), run.new_attempt(), {"t": SimpleNamespace(name="t")}, log, lambda message: None)
+    log.close()
+
+
+def test_what_ends_a_trajectory_without_an_answer_ends_its_rank(worker, monkeypatch):
+    # A rank that went on would leave the sample unanswered, its group open and the run waiting; started again, the rank plays it again.
+    async def broken(task, chat, limits):
+        raise ZeroDivisionError("a defect")
+
+    async def no_engine():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(miles.rollout.worker, "run_episode", broken)
+    monkeypatch.setattr(worker._process, "start", no_engine)
+
+    async def main():
+        worker._engines.up(Engine(0, FakeEngine([2])))
+        life = asyncio.create_task(worker.run())
+        await asyncio.sleep(0.1)
+        worker.assign(0, 3, "t", None)
+        await life
+
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        asyncio.run(main())
+
+
+def test_an_engine_that_is_killed_while_it_starts_has_died_and_one_that_cannot_start_ends_the_run(worker, monkeypatch):
+    answers = [EngineKilled("killed"), EnvironmentFault("a wrong flag"), "http://engine", EnvironmentFault("a full GPU")]
+
+    async def start():
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(worker._process, "start", start)
+
+    async def main():
+        with pytest.raises(_NoStart, match="killed"):
+            await worker._start()
+        with pytest.raises(EnvironmentFault, match="a wrong flag"):
+            await worker._start()
+        assert await worker._start() == "http://engine"
+        with pytest.raises(_NoStart, match="a full GPU"):  # what has served once is not configured wrongly
+            await worker._start()
+        worker._service.store.close()
+
+    asyncio.run(main())
