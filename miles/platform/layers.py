@@ -24,4 +24,9 @@ def layer_spec(config) -> TransformerBlockSubmodules:
 def _use_cpu_attention(layer: ModuleSpec) -> None:
     from miles.platform.cpu_attention import CpuCoreAttention  # late: CPU only
 
-    layer.submodules.self_attention.submodules.core_attention = CpuCoreAttention
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = CpuCoreAttention
+    if hasattr(attention, "linear_kv_down_proj"):
+        from miles.platform.cpu_latent import WholeLinear
+
+        attention.linear_q_down_proj = attention.linear_kv_down_proj = WholeLinear

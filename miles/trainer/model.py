@@ -13,7 +13,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 import miles.platform
 from miles.config.schema import LayoutConfig, OptimizerConfig
@@ -116,10 +116,13 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
     uneven = {}
     if stages is not None:
         uneven = {"num_layers_in_first_pipeline_stage": stages.first_stage_layers, "num_layers_in_last_pipeline_stage": stages.last_stage_layers}
-    return TransformerConfig(
+    kind, latent = TransformerConfig, {}
+    if arch.latent:
+        kind, latent = MLATransformerConfig, _latent_attention(arch)
+    return kind(
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn, num_attention_heads=arch.heads, num_query_groups=arch.groups,
         kv_channels=arch.head_dim, normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True, activation_func=F.silu,
-        add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm, attention_dropout=0.0, hidden_dropout=0.0,
+        add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm or bool(arch.latent), attention_dropout=0.0, hidden_dropout=0.0,
         params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16", use_cpu_initialization=not on_gpu, perform_initialization=False,
         transformer_impl="transformer_engine" if on_gpu else "local", gradient_accumulation_fusion=False,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
@@ -127,8 +130,19 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
         variable_seq_lengths=layout.pp > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # also for dense models: the default is refused with variable lengths
         calculate_per_token_loss=True,  # gradients are summed, never averaged: the loss already carries the weight of each token
-        **moe, **full, **uneven,
+        **moe, **full, **uneven, **latent,
     )
+
+
+def _latent_attention(arch: Architecture) -> dict:
+    """megatron-core makes the rotary embedding of latent attention itself, inside the layer."""
+    a, y = arch.latent, arch.yarn
+    stretched = {"rope_type": "rope"}
+    if y:
+        stretched = {"rope_type": "yarn", "rotary_scaling_factor": y.factor, "original_max_position_embeddings": y.original_context,
+                     "beta_fast": y.beta_fast, "beta_slow": y.beta_slow, "mscale": y.mscale, "mscale_all_dim": y.mscale_all_dim}
+    return {"multi_latent_attention": True, "q_lora_rank": a.query_rank, "kv_lora_rank": a.kv_rank, "qk_head_dim": a.plain_dim,
+            "qk_pos_emb_head_dim": a.rope_dim, "v_head_dim": a.value_dim, "rotary_base": arch.rope_theta, **stretched}
 
 
 def _check(arch: Architecture, layout: Layout, precision: str) -> None:

@@ -8,6 +8,8 @@ ROUTES = [2, 2, 8]
 MOE_LAYOUTS = {"ep2": {"ep": 2}, "tp2": {"tp": 2}, "tp2-etp2": {"tp": 2, "etp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 SEQUENCES = {"name": "gspo", "proximal": "rollout", "reduction": "sequence", "clip_low": 0.99, "clip_high": 1e6}  # ratios of whole sequences, none clipped
 PRODUCTS = {"importance_level": "sequence", "importance_high": 1e6, "reduction": "constant"}
+LATENT_ROUTES = [1, 2, 8]  # the first layer is dense
+LATENT_LAYOUTS = {"tp2": {"tp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
 DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
@@ -24,6 +26,9 @@ def results(models, tmp_path_factory):
     for name, layout in DENSE_LAYOUTS.items():
         jobs[f"dense {name}"] = Job(worlds.run_steps, layout, (dense, {}, layout, 2, 6, None))
         jobs[f"roundtrip dense {name}"] = Job(worlds.roundtrip, layout, (dense, layout, 20_000))
+    for name, layout in LATENT_LAYOUTS.items():
+        jobs[f"latent {name}"] = Job(worlds.run_steps, layout, (models["deepseek_v3"], {"replay": True}, layout, 2, 6, LATENT_ROUTES))
+        jobs[f"roundtrip latent {name}"] = Job(worlds.roundtrip, layout, (models["deepseek_v3"], layout, 20_000))
     for name, algorithm in (("gspo", SEQUENCES), ("products", PRODUCTS)):
         jobs[f"{name} cp2"] = Job(worlds.run_steps, {"cp": 2}, (moe, {"replay": True, "algorithm": algorithm}, {"cp": 2}, 2, 6, ROUTES))
     for reduction in ("token", "sequence"):
@@ -39,6 +44,7 @@ def results(models, tmp_path_factory):
 def alone(world, models):
     return {"moe": worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 6, ROUTES),
             "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None),
+            "latent": worlds.run_steps(models["deepseek_v3"], {"replay": True}, {}, 2, 6, LATENT_ROUTES),
             "gspo": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": SEQUENCES}, {}, 2, 6, ROUTES),
             "products": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": PRODUCTS}, {}, 2, 6, ROUTES)}
 
@@ -49,7 +55,7 @@ def test_a_rank_without_sequences_takes_part(results, world, models):
     assert [m["grad_norm"] for m in results["idle"][0]] == pytest.approx([m["grad_norm"] for m in want], rel=2e-5)
 
 
-CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS]
+CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS] + [("latent", name) for name in LATENT_LAYOUTS]
 CUT = [("gspo", "cp2"), ("products", "cp2")]  # sequences whose tokens lie on two ranks
 
 
@@ -79,7 +85,7 @@ def test_leaves_of_one_rollout_on_different_ranks_train_what_one_sequence_trains
 def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
     leader, other = results[f"roundtrip {kind} {name}"]
     assert leader == {"names": leader["names"], "repeated": 0, "missing": [], "unknown": [], "different": []}
-    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57}[kind]
+    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57, "latent": 53}[kind]
     assert other == {"names": 0}
 
 

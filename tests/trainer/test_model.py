@@ -34,7 +34,7 @@ def largest_difference(ours, theirs):
     return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn"])
 def test_logprobs_equal_hugging_face_in_packed_batches(world, models, family):
     batch = worlds.sequences(6, 3)
     ours = worlds.logprobs_of(worlds.build(models[family], {}), batch)

@@ -22,6 +22,15 @@ def make(family: str, folder: Path, *, layers: int = 2, vocab: int = 131) -> Pat
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, tie_word_embeddings=False))
     elif family == "qwen3_moe":
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **MOE, num_experts=8, norm_topk_prob=True, tie_word_embeddings=False))
+    elif family.startswith("deepseek_v3"):
+        sizes = {k: v for k, v in common.items() if k not in ("head_dim", "rope_theta", "num_key_value_heads")}
+        latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4, "q_lora_rank": 24}
+        rope = {"rope_type": "default", "rope_theta": 10000.0} if family == "deepseek_v3" else {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
+            "mscale": 1.0, "mscale_all_dim": 1.0}
+        model = t.DeepseekV3ForCausalLM(t.DeepseekV3Config(
+            **sizes, **MOE, **latent, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=2, topk_group=1,
+            rope_parameters=rope, tie_word_embeddings=False))
     else:
         model = t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**common, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True,
                                                      attention_bias=True, partial_rotary_factor=0.5, routed_scaling_factor=1.5, n_group=2, topk_group=1,

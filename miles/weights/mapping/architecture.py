@@ -9,7 +9,30 @@ from typing import Any
 
 from miles.core import ConfigError
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """Rotary frequencies stretched to a longer context (YaRN, Peng et al. 2023, arXiv:2309.00071), as DeepSeek-V3 configures it."""
+
+    factor: float
+    original_context: int  # tokens
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA; DeepSeek-V2, arXiv:2405.04434, section 2.1): keys and values are projected up from one small vector a token."""
+
+    query_rank: int  # width of the queries' latent vector
+    kv_rank: int  # width of the latent vector of keys and values
+    plain_dim: int  # of a head's query and key, without position
+    rope_dim: int  # of a head's query, and of the one rotated key that all heads share
+    value_dim: int  # of a head's value
 
 
 @dataclass(frozen=True)
@@ -42,11 +65,17 @@ class Architecture:
     expert_groups: int = 1  # group-limited routing: experts are in so many groups,
     top_groups: int = 1  # of which so many are eligible
     shared_ffn: int = 0  # width of the always-on expert, 0 = none
+    latent: LatentAttention | None = None  # head_dim is then that of queries and keys, and every head has its own
+    yarn: Yarn | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with experts, ascending: the layer axis of recorded routes."""
         return tuple(range(self.dense_layers, self.layers)) if self.experts else ()
+
+
+LATENT = ("deepseek_v3", "kimi_k2")
+"""Families with multi-head latent attention. Kimi-K2 is DeepSeek-V3 with other sizes."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -83,7 +112,7 @@ def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architectu
         if any(given.get(k) != v for k, v in expected.items()):
             raise ConfigError(f"{where}: llama3 rope scaling {given}", f"{expected}, the values megatron-core has built in", "use another model")
         factor = float(given["factor"])
-    elif kind != "default":
+    elif kind != "default" and not (kind == "yarn" and family in LATENT):
         raise ConfigError(f"{where}: rope type {kind!r} is not supported by the trainer", "default or llama3", "use another model")
     heads = c["num_attention_heads"]
     base = {
@@ -104,10 +133,31 @@ def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architectu
         demand("mlp_only_layers", [], [])
         return Architecture(**base, experts=c.get("num_experts") or c["num_local_experts"], top_k=c["num_experts_per_tok"],
                             expert_ffn=c["moe_intermediate_size"], renormalize=bool(c.get("norm_topk_prob", False)))
+    if family not in ("glm4_moe", *LATENT):
+        return Architecture(**base)
+    demand("norm_topk_prob", True, True)
+    routed = {
+        "experts": c["n_routed_experts"], "top_k": c["num_experts_per_tok"], "expert_ffn": c["moe_intermediate_size"],
+        "dense_layers": c["first_k_dense_replace"], "scoring": "sigmoid", "route_scale": float(c.get("routed_scaling_factor", 1.0)),
+        "expert_groups": c.get("n_group") or 1, "top_groups": c.get("topk_group") or 1,
+        "shared_ffn": c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0),
+    }
+    if routed["expert_groups"] > 1 and routed["top_k"] != 2 * routed["top_groups"]:
+        raise ConfigError(f"{where}: num_experts_per_tok = {routed['top_k']} with topk_group = {routed['top_groups']}",
+                          "num_experts_per_tok = 2 x topk_group: groups are ranked by their best two experts, in megatron-core by their best top_k / topk_group",
+                          "use another model")
     if family == "glm4_moe":
-        demand("norm_topk_prob", True, True)
-        return Architecture(**{**base, "qk_norm": bool(c.get("use_qk_norm", False))}, experts=c["n_routed_experts"],
-                            top_k=c["num_experts_per_tok"], expert_ffn=c["moe_intermediate_size"], dense_layers=c["first_k_dense_replace"],
-                            scoring="sigmoid", route_scale=float(c.get("routed_scaling_factor", 1.0)), expert_groups=c.get("n_group") or 1,
-                            top_groups=c.get("topk_group") or 1, shared_ffn=c["moe_intermediate_size"] * (c.get("n_shared_experts") or 0))
-    return Architecture(**base)
+        return Architecture(**{**base, "qk_norm": bool(c.get("use_qk_norm", False))}, **routed)
+    for key, value in (("rope_interleave", True), ("attention_bias", False), ("moe_layer_freq", 1), ("scoring_func", "sigmoid")):
+        demand(key, value, value)
+    if not c.get("q_lora_rank"):
+        raise ConfigError(f"{where}: q_lora_rank = {c.get('q_lora_rank')!r} is not supported by the trainer", "queries with a latent vector, as DeepSeek-V3 has",
+                          "use another model")
+    latent = LatentAttention(c["q_lora_rank"], c["kv_lora_rank"], c["qk_nope_head_dim"], c["qk_rope_head_dim"], c["v_head_dim"])
+    yarn = None
+    if kind == "yarn":
+        given = {**scaling, **rope}
+        yarn = Yarn(float(given["factor"]), given["original_max_position_embeddings"], float(given.get("beta_fast", 32)), float(given.get("beta_slow", 1)),
+                    float(given.get("mscale", 1.0)), float(given.get("mscale_all_dim", 0.0)))
+    # its rotary width is its own: what config.json calls head_dim is not the width of a head
+    return Architecture(**{**base, "groups": heads, "head_dim": latent.plain_dim + latent.rope_dim, "rope_fraction": 1.0}, **routed, latent=latent, yarn=yarn)

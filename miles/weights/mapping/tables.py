@@ -57,6 +57,17 @@ ATTENTION = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", axis=1),
     _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
+LATENT_ATTENTION = (
+    _layer("input_layernorm.weight", "input_layernorm.weight"),
+    _layer("self_attention.linear_q_down_proj.weight", "self_attn.q_a_proj.weight"),
+    _layer("self_attention.linear_kv_down_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    _layer("self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight"),
+    _layer("self_attention.linear_q_up_proj.weight", "self_attn.q_b_proj.weight", axis=0),
+    _layer("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight"),
+    _layer("self_attention.linear_kv_up_proj.weight", "self_attn.kv_b_proj.weight", axis=0),
+    _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", axis=1),
+    _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
+)
 QKV_BIAS = (_layer("self_attention.linear_qkv.bias", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", kind="qkv", axis=0),)
 QK_NORM = (
     _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
@@ -83,11 +94,14 @@ FAMILY_LAYERS: dict[str, tuple[Rule, ...]] = {
     "qwen3": ATTENTION + QK_NORM + DENSE_MLP,
     "qwen3_moe": ATTENTION + QK_NORM + ROUTER + EXPERTS,
     "glm4_moe": ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
+    "deepseek_v3": LATENT_ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
+    "kimi_k2": LATENT_ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
 }
 
 # Transformer Engine fuses the norm into the linear layer behind it and keeps all experts in one module: same tensors, other names.
 TRANSFORMER_ENGINE_NAMES = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
+    (re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r".self_attention.\1_layernorm.weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
     (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r".mlp.experts.local_experts.\2.\1.weight"),
 )
@@ -97,7 +111,8 @@ def rules_for(arch: Architecture) -> tuple[Rule, ...]:
     """All rules of a model, in the order in which its parameters are exported."""
     layer = FAMILY_LAYERS[arch.family]
     if arch.family == "glm4_moe":
-        layer += (QKV_BIAS if arch.qkv_bias else ()) + (QK_NORM if arch.qk_norm else ()) + (SHARED_EXPERT if arch.shared_ffn else ())
+        layer += (QKV_BIAS if arch.qkv_bias else ()) + (QK_NORM if arch.qk_norm else ())
+    layer += SHARED_EXPERT if arch.shared_ffn else ()
     return (EMBEDDING, *layer, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
 
 

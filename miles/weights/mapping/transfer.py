@@ -195,7 +195,7 @@ def _largest(rule, arch: Architecture) -> int:
     width = max(arch.heads * arch.head_dim + 2 * arch.groups * arch.head_dim, 2 * (arch.expert_ffn if rule.per_expert else max(arch.ffn, arch.shared_ffn)))
     if rule.kind == "vocab":
         return arch.vocab * arch.hidden
-    return arch.hidden if rule.axis is None and "router" not in rule.megatron else arch.hidden * width
+    return arch.hidden if "norm" in rule.megatron else arch.hidden * width
 
 
 def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
