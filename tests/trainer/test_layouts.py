@@ -37,6 +37,8 @@ def results(models, tmp_path_factory):
     jobs["roundtrip glm ep2"] = Job(worlds.roundtrip, {"ep": 2}, (glm, {"ep": 2}, 20_000))
     jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
     jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
+    jobs["resume latent"] = Job(worlds.checkpoint_resume, {"ep": 2}, (models["deepseek_v3"], str(checkpoints / "latent"), {"ep": 2}, LATENT_ROUTES))
+    jobs["reshard latent"] = Job(worlds.resume_from, {"tp": 2}, (models["deepseek_v3"], str(checkpoints / "latent"), {"tp": 2}, LATENT_ROUTES))
     return dict(zip(jobs, launch(list(jobs.values()), ranks=2), strict=True))
 
 
@@ -89,15 +91,18 @@ def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
     assert other == {"names": 0}
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(results):
-    for rank in results["resume"]:
+@pytest.mark.parametrize(("model", "tensors"), [("", 69), (" latent", 53)])
+def test_a_resumed_run_goes_on_bit_for_bit(results, model, tensors):
+    resumed = results[f"resume{model}"]
+    for rank in resumed:
         assert rank["resumed"] == rank["went_on"]
         assert rank["random"][0] == rank["random"][1]
-    assert results["resume"][0]["tensors"] == 69
-    assert results["resume"][0]["different"] == []
+    assert resumed[0]["tensors"] == tensors
+    assert resumed[0]["different"] == []
 
 
-def test_a_checkpoint_goes_on_under_another_layout(results):
-    for got, want in zip(results["reshard"][0], results["resume"][0]["went_on"], strict=True):
+@pytest.mark.parametrize("model", ["", " latent"])
+def test_a_checkpoint_goes_on_under_another_layout(results, model):
+    for got, want in zip(results[f"reshard{model}"][0], results[f"resume{model}"][0]["went_on"], strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import ConfigError, StructureError
-from miles.weights.mapping.architecture import architecture_of, read_architecture
+from miles.weights.mapping.architecture import LatentAttention, Yarn, architecture_of, read_architecture
 from miles.weights.mapping.tables import EMBEDDING, find_rule, hf_names, join, padded_vocab, parameters, rules_for, shard_slices, split
 
 QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
@@ -16,6 +16,14 @@ QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 4, "nu
         "norm_topk_prob": True, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 30, "hidden_size": 576, "num_attention_heads": 9, "num_key_value_heads": 3, "intermediate_size": 1536,
          "vocab_size": 49152, "rms_norm_eps": 1e-5, "rope_theta": 100000, "tie_word_embeddings": True}
+
+# Kimi-K2's config.json as published, of which the trainer reads these
+KIMI = {"model_type": "kimi_k2", "num_hidden_layers": 61, "hidden_size": 7168, "num_attention_heads": 64, "num_key_value_heads": 64, "intermediate_size": 18432,
+        "vocab_size": 163840, "rms_norm_eps": 1e-6, "rope_theta": 50000.0, "n_routed_experts": 384, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+        "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
+                         "mscale_all_dim": 1.0}}
 
 
 def rule(arch, megatron):
@@ -38,6 +46,28 @@ def test_sizes_are_read_in_old_and_new_config_spelling():
 def test_what_megatron_would_ignore_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         architecture_of({**QWEN, **change})
+
+
+def test_latent_attention_and_its_stretched_rotary_are_read_in_the_published_spelling():
+    kimi = architecture_of(KIMI)
+    assert kimi.latent == LatentAttention(1536, 512, 128, 64, 128) and (kimi.head_dim, kimi.groups, kimi.shared_ffn) == (192, 64, 2048)
+    assert kimi.yarn == Yarn(32.0, 4096, 1.0, 1.0, 1.0, 1.0) and kimi.rope_theta == 5e4 and kimi.moe_layers == tuple(range(1, 61))
+    names = {n for r, layer, expert in parameters(kimi) if layer == 1 and not expert for n in hf_names(r, layer, expert)}
+    assert {f"model.layers.1.self_attn.{n}.weight" for n in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj",
+                                                             "o_proj")} <= names
+    # 7 of attention, 2 norms, gate and its bias, 3 of the shared expert, 3 of expert 0
+    assert len(names) == 17
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"q_lora_rank": None}, "q_lora_rank = None is not supported"),
+    ({"rope_interleave": False}, "rope_interleave = False is not supported"),
+    ({"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
+    ({"n_group": 8, "topk_group": 2}, "num_experts_per_tok = 8 with topk_group = 2"),
+])
+def test_latent_families_that_megatron_would_compute_otherwise_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        architecture_of({**KIMI, **change})
 
 
 def test_a_folder_without_config_is_refused(tmp_path):
