@@ -18,8 +18,11 @@ from pathlib import Path
 from miles.cluster import launch, slurm
 from miles.config import MilesConfig, SiteConfig
 from miles.config.memory import Plan, draft_plan
+from miles.config.precision import folder_problems, high_precision, is_quantized
+from miles.config.shape import find_hf_config
 from miles.core import ConfigError, EnvironmentFault, MilesError
 from miles.core.functions import load_function
+from miles.engine.params import read_parameters
 from miles.rundir import publish_bytes
 
 OLDEST_SLURM = (22, 5)
@@ -45,7 +48,7 @@ def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None
     a pool, which has no trainer."""
     checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
         ("memory", memory, False), ("functions", functions, True), ("tasks", tasks, False),
-        ("model", model, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
+        ("model", model, True), ("precision", precision, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
         ("sandbox", sandbox, True)]
     if config.tasks.kind == "harness":
         checks.append(("harness", harness, True))
@@ -135,6 +138,22 @@ def model(config: MilesConfig, site: SiteConfig) -> str:
     if config.model.recipe == "none":
         raise ConfigError(f"no model at {path}", "a Hugging Face folder with config.json", "put it there, correct model.path, or set model.recipe")
     return f"{path} will be made by the recipe {config.model.recipe}"
+
+
+def precision(config: MilesConfig, site: SiteConfig) -> str:
+    """What the trainer will send is what the engines' folder has, tensor by tensor."""
+    m = config.model
+    if m.rollout_path is None:
+        return f"trainer {m.trainer_precision}, rollout {m.rollout_precision}"
+    patterns = high_precision(find_hf_config(config)["model_type"], m.high_precision)
+    source = {name: p.shape for name, p in read_parameters(m.path).items()}
+    found = folder_problems(source, read_parameters(m.rollout_path), m.rollout_precision, patterns)
+    if found:
+        raise ConfigError(f"{m.rollout_path} and {m.path}: " + "; ".join(found[:5]) + (f"; and {len(found) - 5} more" if found[5:] else ""),
+                          f"the tensors of model.path in {m.rollout_precision}, but for {', '.join(patterns)}",
+                          "make the folder with tools/quantize_model and the patterns of model.high_precision")
+    quantized = sum(is_quantized(n, s, patterns) for n, s in source.items())
+    return f"trainer {m.trainer_precision}, rollout {m.rollout_precision}: {quantized} tensors quantized, {len(source) - quantized} in high precision"
 
 
 def template(config: MilesConfig, site: SiteConfig) -> str:

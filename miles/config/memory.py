@@ -10,6 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from miles.config.precision import FORMATS
 from miles.config.schema import MilesConfig, SiteConfig
 from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_shape
 from miles.core import ConfigError
@@ -23,14 +24,7 @@ TRAINER_BYTES = {
     "nvfp4": 2.5 + 1 / 16,
     "int4": 2.5,
 }  # low precision: beside a bf16 copy
-ENGINE_BYTES = {
-    "fp32": 4.0,
-    "bf16": 2.0,
-    "fp8": 1.0 + 4 / 128**2,
-    "mxfp8": 1.0 + 1 / 32,
-    "nvfp4": 0.5 + 1 / 16,
-    "int4": 0.5 + 2 / 32,
-}  # with scales
+ENGINE_BYTES = {name: f.bytes_per_element for name, f in FORMATS.items()}  # with scales
 GRADIENT_BYTES = 4  # accumulated and reduced in fp32
 STATE_BYTES = 12  # fp32 parameter and two Adam moments
 STREAM_BUFFERS_GB = 3.0  # optimizer buckets being read, computed and written

@@ -6,13 +6,10 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
+from miles.config.precision import FORMATS, LEGAL, refusal
+
 if TYPE_CHECKING:
     from miles.config.schema import HarnessConfig, MilesConfig
-
-LEGAL_PRECISION = {  # (trainer, rollout); spec 4.5: anything else is refused with its reason
-    ("fp32", "fp32"), ("bf16", "bf16"), ("bf16", "fp8"), ("fp8", "fp8"), ("bf16", "mxfp8"), ("mxfp8", "mxfp8"),
-    ("nvfp4", "nvfp4"), ("bf16", "int4"),
-}
 
 HARNESS_PLACEHOLDERS = ("url", "model", "instruction", "instruction_file", "workspace", "max_turns")
 _TAKEN = ("/app", "/miles", "/tests", "/logs", "/usr", "/etc", "/proc", "/dev", "/tmp", "/bin", "/sbin", "/lib", "/lib32", "/lib64")  # by the sandbox and the environment
@@ -40,11 +37,15 @@ def problems(c: MilesConfig) -> list[str]:
             refuse(f"cluster.{name}: {part.ranks_per_node} ranks per node on {part.gpus_per_node} GPUs would put two ranks on one GPU or leave some idle",
                    "ranks_per_node to divide gpus_per_node", f"change cluster.{name}.ranks_per_node or gpus_per_node")
 
-    pair = (c.model.trainer_precision, c.model.rollout_precision)
-    if pair not in LEGAL_PRECISION:
-        legal = ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL_PRECISION))
-        refuse(f"precision: trainer {pair[0]} with rollout {pair[1]} has no quantizer that is equal on both sides", f"one of {legal}",
+    m = c.model
+    if why := refusal(m.trainer_precision, m.rollout_precision):
+        refuse(f"precision: trainer {m.trainer_precision} with rollout {m.rollout_precision}: {why}", "one of " + ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL)),
                "change model.trainer_precision or model.rollout_precision")
+    if (m.rollout_path is not None) != (FORMATS[m.rollout_precision].block is not None):
+        refuse(f"model.rollout_precision = {m.rollout_precision!r} {'without' if m.rollout_path is None else 'with'} model.rollout_path",
+               "a folder in the rollout's format for a quantized rollout, and none for any other", "make it with tools/quantize_model, or remove it")
+    if m.high_precision and FORMATS[m.rollout_precision].block is None:
+        refuse(f"model.high_precision with model.rollout_precision = {m.rollout_precision!r}, which quantizes nothing", "no patterns", "remove model.high_precision")
 
     if c.rollout.top_p != 1.0:
         refuse(f"rollout.top_p = {c.rollout.top_p}: the engine would sample from a cut distribution that the trainer does not see", "1.0", "set rollout.top_p = 1.0")

@@ -20,6 +20,7 @@ def dev_scale(c: MilesConfig) -> MilesConfig:
     ranks = max(small["tp"] * small["pp"], small["etp"] * small["ep"] * small["pp"])
     data["run"] |= {"name": f"{c.run.name}-dev", "steps": min(c.run.steps, STEPS)}
     data["model"] |= {"path": "models/tiny-glm4-moe", "recipe": "tiny_glm4_moe", "trainer_precision": "fp32", "rollout_precision": "fp32",
+                      "rollout_path": None, "high_precision": (),
                       "boundary": "auto", "max_context": 2048}
     data["tasks"] |= {"path": "configs/tasks/terminal", "command_timeout_s": min(c.tasks.command_timeout_s, 5.0),
                       "output_limit": min(c.tasks.output_limit, 400), "memory_mb": min(c.tasks.memory_mb, 512),

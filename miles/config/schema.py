@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Precision = Literal["fp32", "bf16", "fp8", "mxfp8", "nvfp4", "int4"]
+from miles.config.precision import Precision
+
 Boundary = Literal["auto", "chatml", "smollm2", "qwen3", "qwen3-thinking", "glm", "deepseek-v3.2", "kimi-k2", "llama-3"]  # the rules of miles.session.boundary
 
 
@@ -31,7 +32,9 @@ class ModelConfig(Section):
     path: str = Field(description="Hugging Face folder (config.json, safetensors, tokenizer, chat template).")
     recipe: Literal["none", "tiny_moe", "tiny_glm4_moe", "smollm2"] = Field("none", description="How `miles-submit prepare` makes the folder when it is absent; `none` expects it to exist.")
     trainer_precision: Precision = Field("bf16", description="Number format of the trainer's forward and backward.")
-    rollout_precision: Precision = Field("bf16", description="Number format of the engine's weights.")
+    rollout_precision: Precision = Field("bf16", description="Number format of the engine's weights. The legal pairs: docs/precision.md.")
+    rollout_path: str | None = Field(None, description="Hugging Face folder in the rollout's format that engines start from (`tools/quantize_model` makes one from `path`); for a quantized `rollout_precision`, and only then.")
+    high_precision: tuple[str, ...] = Field((), description="Regular expressions (searched in Hugging Face names) of further tensors that are not quantized, besides the family's own (docs/precision.md).")
     boundary: Boundary = Field("auto", description="Named rule for the tokens between a sampled turn and the next message; `auto` picks it from the chat template and verifies it.")
     max_context: int = Field(32768, ge=16, description="Longest sequence in tokens that model, engine and trainer are set up for.")
 

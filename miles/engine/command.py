@@ -14,7 +14,6 @@ from miles.core import ConfigError
 Platform = Literal["cpu", "cuda"]
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
-QUANTIZATION = {"fp8": "fp8", "mxfp8": "mxfp8"}  # model.rollout_precision -> --quantization; activations then stay bf16
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,11 @@ def server_argv(
 ) -> list[str]:
     """Arguments of `sglang.launch_server` for the engine of rollout rank `rank`. The API key is not among them: a process list shows these.
 
-    `model_path` replaces `model.path` (an engine that restarts may load newer weights). Raises ConfigError when the platform cannot
+    `model_path` replaces `model.rollout_path` or `model.path` (an engine that restarts may load newer weights). Raises ConfigError when the platform cannot
     serve the configuration.
     """
     e, m = config.engine, config.model
-    args = ["--model-path", model_path or m.path, "--host", host, "--port", str(port)]
+    args = ["--model-path", model_path or m.rollout_path or m.path, "--host", host, "--port", str(port)]
     args += ["--context-length", str(m.max_context), "--weight-version", str(weight_version)]
     # Every engine draws its own random numbers; equal seeds would give equal samples for equal prompts on two engines.
     args += ["--random-seed", str(config.run.seed * 1000 + rank)]
@@ -96,10 +95,8 @@ def _cuda_args(config: MilesConfig) -> list[str]:
         args += ["--enable-dp-attention", "--dp-size", str(e.dp_attention)]
     if e.kv_cache != "auto":
         args += ["--kv-cache-dtype", e.kv_cache]
-    if m.rollout_precision in QUANTIZATION:
-        args += ["--dtype", "bfloat16", "--quantization", QUANTIZATION[m.rollout_precision]]
-    elif m.rollout_precision in DTYPES:
-        args += ["--dtype", DTYPES[m.rollout_precision]]
+    # A quantized folder says in its config.json how; `--quantization` would round an ordinary one anew, on a grid that the trainer does not know.
+    args += ["--dtype", DTYPES.get(m.rollout_precision, "bfloat16")]
     if s := e.speculative:
         args += ["--speculative-algorithm", s.algorithm, "--speculative-num-steps", str(s.num_steps), "--speculative-eagle-topk", str(s.topk),
                  "--speculative-num-draft-tokens", str(s.num_draft_tokens)]

@@ -234,7 +234,8 @@ class Worker:
             self._engines.up(Engine(rank, client, self._run.config.engine.dp_attention))
 
     def _client(self, url: str) -> EngineClient:
-        return EngineClient(url, self._run.token, self._run.config.model.path, max_context=self._run.config.model.max_context)
+        m = self._run.config.model
+        return EngineClient(url, self._run.token, m.rollout_path or m.path, max_context=m.max_context)
 
     def _moved(self) -> list[tuple[int, int, int]]:
         """(group, sample, rank) of trajectories whose engine is that of another rank."""

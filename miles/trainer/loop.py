@@ -38,6 +38,7 @@ from miles.trainer.step import StepMetrics, TrainStep
 from miles.trainer.turns import Turns
 from miles.weights.mapping import export_hf
 from miles.weights.patch import State
+from miles.weights.precision.export import Export
 from miles.weights.publish import Published, Publisher
 from miles.weights.store import WeightStore
 
@@ -77,6 +78,7 @@ class Trainer:
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
             self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0)
+        self.quantize = Export.of(c, self.model.arch.family)
         self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late)
 
     def run(self) -> int:
@@ -122,7 +124,7 @@ class Trainer:
         """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines; and where GPUs are shared, these before it does."""
         tensors = export_hf(self.model.chunks, self.model.arch)
         if self.publisher is not None:
-            return self.publisher.publish(self.step, tensors, gathered=self._give)
+            return self.publisher.publish(self.step, self.quantize(tensors), gathered=self._give)
         for _ in tensors:
             pass  # the others send their shares
         self._give()
@@ -152,7 +154,7 @@ class Trainer:
 
     def _engine_checksum(self, state: State) -> str:
         """What an engine's memory must sum to; empty where SGLang's checksum cannot be foretold (miles.engine.digest), and then not compared."""
-        if miles.platform.current().name != "cpu":
+        if miles.platform.current().name != "cpu" or self.config.model.rollout_precision not in DTYPES:
             return ""
         dtype = DTYPES[self.config.model.rollout_precision]
         return combined_checksum(expected_checksums(state, dtype=dtype, tied=self.model.arch.tied))

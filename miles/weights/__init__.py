@@ -7,6 +7,7 @@
     follow.py     the reader's side: from the version it has to the newest one, digests checked
     acks.py       what each engine says it serves
     publish.py    the trainer's side: choose the encoding, publish, broadcast
+    precision/    quantizers, and the stream of tensors on its way to engines of a quantized rollout
     mapping/      Hugging Face names <-> megatron-core shards
 
 Must not know the schedule.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from miles.config.precision import together
 from miles.core import StructureError
 from miles.weights.patch import State
 from miles.weights.store import Manifest, Step, WeightStore
@@ -24,7 +25,7 @@ class Follower:
         self._manifest, self.version, self.state = None, None, {}
 
     def advance(self, target: int) -> tuple[Manifest, set[str]] | None:
-        """Bring the host copy to `target`. Returns its manifest and the names of the tensors that changed, or None when files do not lead
+        """Bring the host copy to `target`. Returns its manifest and the names of the tensors that changed (a quantized weight with all its parts), or None when files do not lead
         there. Raises StructureError when even the way over the last keyframe does not verify; version and state are then as they were."""
         for have in (self.version, None) if self.version is not None else (None,):
             chain = self._store.chain(target, have)
@@ -43,5 +44,5 @@ class Follower:
                     raise
                 continue
             self._manifest, self.version, self.state = held, target, state
-            return held or self._store.manifest(target), set().union(*(step.changed for step in done))
+            return held or self._store.manifest(target), together(set().union(*(step.changed for step in done)), state)
         return None

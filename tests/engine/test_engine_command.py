@@ -31,13 +31,13 @@ def test_glm52_command_line():
         "model.trainer_precision": "'bf16'", "model.rollout_precision": "'fp8'", "engine.tp": 4, "engine.dp_attention": 4, "engine.ep": 4,
         "engine.kv_cache": "'fp8_e4m3'", "engine.memory_fraction": 0.85, "cluster.rollout.gpus_per_node": 4, "engine.max_running": 64,
         "engine.speculative": "{algorithm = 'EAGLE', num_steps = 1, topk = 1, num_draft_tokens = 2}", "weights.pause": "'retract'",
-        "model.path": "/models/GLM-5.2",
+        "model.path": "/models/GLM-5.2", "model.rollout_path": "/models/GLM-5.2-fp8",
     })
     assert argv(c, "cuda", MOE) == [
-        "--model-path", "/models/GLM-5.2", "--host", "127.0.0.1", "--port", "31000", "--context-length", "2048", "--weight-version", "3",
+        "--model-path", "/models/GLM-5.2-fp8", "--host", "127.0.0.1", "--port", "31000", "--context-length", "2048", "--weight-version", "3",
         "--random-seed", "1001", "--enable-return-routed-experts", "--max-total-tokens", "24000", "--max-running-requests", "64",
         "--tp-size", "4", "--ep-size", "4", "--mem-fraction-static", "0.85", "--enable-dp-attention", "--dp-size", "4",
-        "--kv-cache-dtype", "fp8_e4m3", "--dtype", "bfloat16", "--quantization", "fp8",
+        "--kv-cache-dtype", "fp8_e4m3", "--dtype", "bfloat16",
         "--speculative-algorithm", "EAGLE", "--speculative-num-steps", "1", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "2",
     ]
 
@@ -68,7 +68,7 @@ def test_a_cpu_engine_needs_the_size_of_its_cache(tmp_path):
 
 
 def test_a_cpu_engine_refuses_fp8():
-    c = config(**{"model.trainer_precision": "'bf16'", "model.rollout_precision": "'fp8'"})
+    c = config(**{"model.trainer_precision": "'bf16'", "model.rollout_precision": "'fp8'", "model.rollout_path": "'/fp8'"})
     with pytest.raises(ConfigError, match="rollout_precision = fp8 on a CPU"):
         argv(c, "cpu", DENSE)
 
