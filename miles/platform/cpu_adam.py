@@ -23,9 +23,7 @@ class CpuFusedAdam(torch.optim.Optimizer):
         for group in self.param_groups:
             if not group["params"]:
                 continue
-            group["step"] = step = int(group.get("step") or 0) + 1
-            beta1, beta2 = group["betas"]
-            correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+            group["step"] = int(group.get("step") or 0) + 1
             params, grads, means, squares = [], [], [], []
             for p in group["params"]:
                 if p.grad is None:
@@ -37,17 +35,28 @@ class CpuFusedAdam(torch.optim.Optimizer):
                 grads.append(p.grad.to(p.dtype))
                 means.append(state["exp_avg"])
                 squares.append(state["exp_avg_sq"])
-            if not params:
-                continue
-            if group["weight_decay"]:
-                if self.adam_w_mode:
-                    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-                else:
-                    grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
-            torch._foreach_lerp_(means, grads, 1 - beta1)
-            torch._foreach_mul_(squares, beta2)
-            torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
-            denominators = torch._foreach_sqrt(squares)
-            torch._foreach_div_(denominators, math.sqrt(correction2))
-            torch._foreach_add_(denominators, group["eps"])
-            torch._foreach_addcdiv_(params, means, denominators, -group["lr"] / correction1)
+            if params:
+                adam_(params, grads, means, squares, group, self.adam_w_mode)
+
+
+def adam_(params: list[torch.Tensor], grads: list[torch.Tensor], means: list[torch.Tensor], squares: list[torch.Tensor], group: dict,
+          adam_w_mode: bool = True) -> None:
+    """One step of Adam on lists of float32 tensors, in place. `group`: lr, betas, eps, weight_decay, bias_correction and `step`, which counts from 1.
+
+    Elementwise: how the elements are cut into tensors changes nothing.
+    """
+    beta1, beta2 = group["betas"]
+    step = group["step"]
+    correction1, correction2 = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+    if group["weight_decay"]:
+        if adam_w_mode:
+            torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        else:
+            grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    denominators = torch._foreach_sqrt(squares)
+    torch._foreach_div_(denominators, math.sqrt(correction2))
+    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_addcdiv_(params, means, denominators, -group["lr"] / correction1)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import signal
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import torch.distributed as dist
@@ -24,6 +25,7 @@ import torch.distributed as dist
 import miles.platform
 from miles.buffer import TrainerQueue, cut
 from miles.comm import Link, World
+from miles.config import load_site
 from miles.core import Layout, Role
 from miles.engine.command import DTYPES
 from miles.engine.digest import combined_checksum, expected_checksums
@@ -61,7 +63,8 @@ class Trainer:
         newest = self.checkpoints.newest()
         self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
                                  routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
-        self.optimizer = build_optimizer(self.model, c.trainer.optimizer)
+        local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
+        self.optimizer = build_optimizer(self.model, c.trainer.optimizer, local / f"miles-optimizer-{run.path.name}")
         frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
         self.step = newest or 0
         if self.turns.shared:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -19,6 +20,7 @@ import miles.platform
 from miles.config.schema import LayoutConfig, OptimizerConfig
 from miles.core import ConfigError, Layout
 from miles.platform.layers import layer_spec
+from miles.trainer.streamed import stream
 from miles.weights.mapping import Architecture, load_hf, read_architecture
 from miles.weights.mapping.tables import padded_vocab
 
@@ -70,14 +72,11 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     return PolicyModel([ddp], config, arch, layout)
 
 
-def build_optimizer(model: PolicyModel, config: OptimizerConfig):
+def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None):
     """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer).
 
-    Raises ConfigError for streamed state: keeping it in memory instead would be found out by running out of memory.
+    `state_dir`: node-local folder of this run for streamed state, in which this rank replaces what it had. Raises EnvironmentFault: unfit for that.
     """
-    if config.state != "resident":
-        raise ConfigError(f"trainer.optimizer.state = {config.state!r} is planned for by `check`, but the trainer cannot stream yet", "'resident'",
-                          "set trainer.optimizer.state = 'resident' and a layout in which it fits")
     bf16 = model.config.bf16
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -86,8 +85,11 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig):
         ),
         model.chunks,
     )
-    for part in optimizer.chained_optimizers:
-        part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
+    for i, part in enumerate(optimizer.chained_optimizers):
+        if config.state == "stream":
+            stream(part, state_dir / f"rank_{dist.get_rank():05d}.{i}")
+        else:
+            part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
     model.config.grad_scale_func = optimizer.scale_loss
     return optimizer
 

@@ -182,12 +182,3 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_pat
     assert committed(run) == [2, 3] and not list(run.checkpoints_dir.glob(".*"))
     assert [describe_file(run.checkpoints_dir / folder / victim.name)[1] == json.loads((run.checkpoints_dir / folder / "COMMIT").read_text())["files"][victim.name][1]
             for folder in ("step_000002", "damaged_step_000002")] == [True, False]  # written again when its step was trained again
-
-
-def test_streamed_optimizer_state_is_refused_rather_than_kept_in_memory():
-    import miles.trainer.model as m
-    from miles.core import ConfigError
-
-    config = load_config("configs/tiny_async.toml", ("trainer.optimizer.state=stream",)).trainer.optimizer
-    with pytest.raises(ConfigError, match="cannot stream yet"):
-        m.build_optimizer(None, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -59,11 +61,25 @@ def trainer_config(layout: Layout, **changes) -> TrainerConfig:
 
 
 def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
-          algorithm: dict | None = None, optimizer: dict | None = None, **trainer) -> TrainStep:
+          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", **trainer) -> TrainStep:
+    """`state_dir`: stream the optimizer state, to a new folder in this one."""
     lay = Layout(world=dist.get_world_size(), **layout)
-    config = trainer_config(lay, optimizer={"lr": 1e-3, **(optimizer or {})}, **trainer)
+    streamed = {"state": "stream"} if state_dir else {}
+    config = trainer_config(lay, optimizer={"lr": 1e-3, **streamed, **(optimizer or {})}, **trainer)
     model = build_model(folder, lay, precision=precision, recompute=recompute, routing_replay=replay)
-    return TrainStep(model, build_optimizer(model, config.optimizer), config, AlgorithmConfig(**(algorithm or {})), temperature=temperature)
+    return TrainStep(model, build_optimizer(model, config.optimizer, folder_in(state_dir)), config, AlgorithmConfig(**(algorithm or {})), temperature=temperature)
+
+
+def folder_in(state_dir: str) -> Path | None:
+    return Path(tempfile.mkdtemp(dir=state_dir)) if state_dir else None
+
+
+def weights_after(folder: str, options: dict, layout: dict, steps: int) -> dict[str, str]:
+    """Digest of each published tensor after some steps."""
+    step = build(folder, layout, **options)
+    for i in range(steps):
+        step.run(sequences(4, i), number=i)
+    return {name: hashlib.sha256(t.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest() for name, t in export_hf(step.model.chunks, step.model.arch)}
 
 
 def capture_logprobs(step: TrainStep) -> list[list[float]]:
@@ -127,10 +143,11 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:
             "unknown": sorted(set(names) - set(original)), "different": [n for n, t in exported if n in original and not torch.equal(t, original[n])]}
 
 
-def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32") -> dict:
+def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32",
+                      state_dir: str = "") -> dict:
     """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes), precision=precision)
+    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir)
     for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
@@ -145,7 +162,7 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     dist.barrier()
     saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes), precision=precision)
+    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir)
     load_checkpoint(checkpoint, again.model, again.optimizer)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]

@@ -1,0 +1,11 @@
+"""Optimizer state on node-local disk: main parameters and Adam moments, streamed through memory bucket by bucket. Must not know the loss.
+
+The state is working memory, not a checkpoint: a trainer that starts makes it anew from the model or from a checkpoint.
+"""
+
+from miles.optim.adam import StreamedAdam
+from miles.optim.folder import check_folder
+from miles.optim.layout import BucketLayout, Piece
+from miles.optim.store import BucketStore, Manifest
+
+__all__ = ["BucketLayout", "BucketStore", "Manifest", "Piece", "StreamedAdam", "check_folder"]

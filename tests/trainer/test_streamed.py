@@ -1,0 +1,26 @@
+"""Training with streamed optimizer state is training with resident state, bit for bit."""
+
+import pytest
+import worlds
+from launch import Job, launch
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_parameters_after_three_steps_are_those_of_resident_state(world, models, tmp_path, precision):
+    after = {d: worlds.weights_after(models["qwen3_moe"], {"precision": precision, "state_dir": d}, {}, 3) for d in ("", str(tmp_path))}
+    assert after[str(tmp_path)] == after[""]
+
+
+def test_on_two_data_parallel_ranks_too(models, tmp_path):
+    resident, streamed = {}, {}
+    jobs = [Job(worlds.weights_after, {}, (models["qwen3_moe"], {"precision": p, "state_dir": d}, {}, 3)) for p in ("fp32", "bf16") for d in ("", str(tmp_path))]
+    *results, = launch(jobs, ranks=2)
+    resident, streamed = results[0::2], results[1::2]
+    assert streamed == resident and len(resident[0]) == 2
+
+
+@pytest.mark.parametrize(("precision", "before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
+def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, precision, before):
+    (tmp_path / "state").mkdir()
+    result = worlds.checkpoint_resume(models["qwen3_moe"], str(tmp_path / "c"), {}, [2, 2, 8], before, precision, str(tmp_path / "state"))
+    assert result["resumed"] == result["went_on"] and result["different"] == []
