@@ -15,7 +15,7 @@ from miles.config.memory import (
     engine_model_gb,
     rank_parameters,
     stage_layers,
-    state_gb,
+    streamed_gb,
 )
 from miles.config.schema import MilesConfig, SiteConfig
 from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_shape
@@ -142,7 +142,7 @@ def _exchange(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: 
 def _optimizer(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...]) -> Term:
     if config.trainer.optimizer.state != "stream":
         return Term("optimizer I/O", 0.0, "GB", site.node_disk_gb_s or 1.0, "site.node_disk_gb_s", "resident state: nothing is read or written")
-    a_node = config.cluster.trainer.ranks_per_node * max(state_gb(config, shape, s, layers) for s, layers in enumerate(stages))
+    a_node = config.cluster.trainer.ranks_per_node * max(streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages))
     return Term("optimizer I/O", 2 * a_node, "GB", site.node_disk_gb_s, "site.node_disk_gb_s",
                 "fp32 parameters and moments, read and written on a node's disk")
 

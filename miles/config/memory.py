@@ -142,10 +142,11 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     engine, engine_problems = _engine(config, site, shape)
     stays = _engine_leaves(config, engine) if shared else None
     plans = tuple(_stage(config, shape, s, layers, stays) for s, layers in enumerate(stages))
-    state = [state_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
+    state = [_resident_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
-    disk = max(state) * config.cluster.trainer.ranks_per_node if streamed else 0.0
+    files = [2 * streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages)]  # a step reads one and writes the other
+    disk = max(files) * config.cluster.trainer.ranks_per_node if streamed else 0.0
     if config.cluster.trainer.gpus_per_node:
         problems += _trainer_fit(config, site, plans)
     if streamed and site.node_disk_gb is not None and disk > site.node_disk_gb:
@@ -247,13 +248,22 @@ def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: 
     return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
 
 
-def state_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
-    """Optimizer state of one rank: dense parts are divided over the data- and context-parallel ranks, experts over the
+def _resident_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+    """Optimizer state of one rank in memory: fp32 training has no second fp32 copy of the parameters."""
+    return (STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)) * _rank_shard(config, shape, stage, layers) / GB
+
+
+def streamed_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+    """Optimizer state of one rank in a file, which has the parameters always."""
+    return STATE_BYTES * _rank_shard(config, shape, stage, layers) / GB
+
+
+def _rank_shard(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
+    """Parameters whose optimizer state one rank has: dense parts are divided over the data- and context-parallel ranks, experts over the
     expert-data-parallel ones."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     dense, experts = rank_parameters(config, shape, stage, layers)
-    bytes_each = STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)  # fp32 training has no second fp32 copy
-    return bytes_each * (dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))) / GB
+    return dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))
 
 
 def _engine_leaves(config: MilesConfig, engine: EnginePlan) -> Item:
@@ -275,7 +285,7 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, st
     state = (
         Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk")
         if streamed
-        else Item("optimizer", state_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
+        else Item("optimizer", _resident_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
     )
     return StagePlan(
         stage,

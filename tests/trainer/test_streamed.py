@@ -12,7 +12,6 @@ def test_parameters_after_three_steps_are_those_of_resident_state(world, models,
 
 
 def test_on_two_data_parallel_ranks_too(models, tmp_path):
-    resident, streamed = {}, {}
     jobs = [Job(worlds.weights_after, {}, (models["qwen3_moe"], {"precision": p, "state_dir": d}, {}, 3)) for p in ("fp32", "bf16") for d in ("", str(tmp_path))]
     *results, = launch(jobs, ranks=2)
     resident, streamed = results[0::2], results[1::2]
@@ -24,3 +23,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, precision, b
     (tmp_path / "state").mkdir()
     result = worlds.checkpoint_resume(models["qwen3_moe"], str(tmp_path / "c"), {}, [2, 2, 8], before, precision, str(tmp_path / "state"))
     assert result["resumed"] == result["went_on"] and result["different"] == []
+
+
+def test_resident_and_streamed_state_go_on_from_each_others_checkpoints_under_another_layout(models, tmp_path):
+    moe, routes, state = models["qwen3_moe"], [2, 2, 8], str(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    jobs = []
+    for kind, folder in (("streamed", state), ("resident", "")):
+        checkpoint = str(tmp_path / kind)
+        jobs.append(Job(worlds.checkpoint_resume, {"ep": 2}, (moe, checkpoint, {"ep": 2}, routes, 2, "fp32", folder)))
+        jobs += [Job(worlds.resume_from, {"tp": 2}, (moe, checkpoint, {"tp": 2}, routes, other)) for other in (state, "")]
+    streamed, streamed_to_streamed, streamed_to_resident, resident, resident_to_streamed, resident_to_resident = launch(jobs, ranks=2)
+    for a, b in zip(streamed, resident, strict=True):
+        assert a["went_on"] == a["resumed"] == b["went_on"]
+    assert streamed_to_streamed == streamed_to_resident == resident_to_streamed == resident_to_resident
+    for got, want in zip(streamed_to_resident[0], streamed[0]["went_on"], strict=True):
+        assert got["loss"] == pytest.approx(want["loss"], rel=2e-5) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)

@@ -171,8 +171,8 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
             "different": [n for n in weights if not torch.equal(weights[n], rewritten[n])], "tensors": len(weights)}
 
 
-def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None) -> list[dict]:
+def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "") -> list[dict]:
     """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
-    step = build(folder, layout, replay=bool(routes))
+    step = build(folder, layout, replay=bool(routes), state_dir=state_dir)
     load_checkpoint(checkpoint, step.model, step.optimizer)
     return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]
