@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from miles.optim.folder import check_folder
-from miles.optim.layout import BucketLayout, Piece
+from miles.optim.layout import BucketLayout, Piece, cut
 from miles.optim.store import BucketStore, Fields
 from miles.platform.cpu_adam import adam_
 
 BUCKET = 1 << 23  # elements: 96 MiB of state, three of which are in memory
+CHUNK = 1 << 16  # elements a CPU works on at once: Adam passes over them eight times, and they stay in its cache
 
 
 class StreamedAdam(torch.optim.Optimizer):
@@ -51,11 +52,12 @@ class StreamedAdam(torch.optim.Optimizer):
         device = self._targets[0].device
         on_device = tuple(f.to(device) for f in fields)  # on the CPU the fields themselves
         for group, pieces in by_group.values():
-            main, means, squares = ([f[x.at:x.at + x.count] for x in pieces] for f in on_device)
-            grads = [self._tensors[x.tensor][0].grad.view(-1)[x.start:x.start + x.count].float() for x in pieces]
-            adam_(main, grads, means, squares, group)
-            for values, x in zip(main, pieces, strict=True):
-                self._targets[x.tensor].view(-1)[x.start:x.start + x.count].copy_(values)
+            for part in cut(pieces, CHUNK) if device.type == "cpu" else [pieces]:
+                main, means, squares = ([f[x.at:x.at + x.count] for x in part] for f in on_device)
+                grads = [self._tensors[x.tensor][0].grad.view(-1)[x.start:x.start + x.count].float() for x in part]
+                adam_(main, grads, means, squares, group)
+                for values, x in zip(main, part, strict=True):
+                    self._targets[x.tensor].view(-1)[x.start:x.start + x.count].copy_(values)
         for field, changed in zip(fields, on_device, strict=True):
             if changed is not field:
                 field.copy_(changed)

@@ -67,3 +67,19 @@ class BucketLayout:
                 found[bucket].append(Piece(tensor, start, at, count))
                 start, flat = start + count, flat + count
         return iter(found)
+
+
+def cut(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
+    """The same elements in the same order, in lists of at most `most` elements."""
+    part, room = [], most
+    for x in pieces:
+        done = 0
+        while done < x.count:
+            count = min(room, x.count - done)
+            part.append(Piece(x.tensor, x.start + done, x.at + done, count))
+            done, room = done + count, room - count
+            if not room:
+                yield part
+                part, room = [], most
+    if part:
+        yield part

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.optim import BucketLayout, Piece
+from miles.optim.layout import cut
 
 SIZES = st.lists(st.integers(0, 5000), max_size=12).map(tuple)
 
@@ -29,3 +30,15 @@ def test_blocks_are_whole_pages_and_hold_their_bucket(sizes, bucket):
     layout = BucketLayout(sizes, bucket)
     assert layout.block_bytes % 4096 == 0
     assert all(p.at + p.count <= layout.stride for pieces in layout.pieces() for p in pieces)
+
+
+@given(st.lists(st.integers(1, 50), max_size=6), st.integers(1, 40))
+def test_a_cut_keeps_every_element_in_its_place(counts, most):
+    pieces, at = [], 0
+    for tensor, count in enumerate(counts):
+        pieces.append(Piece(tensor, 3 * tensor, at, count))
+        at += count
+    parts = list(cut(pieces, most))
+    assert all(sum(x.count for x in part) == most for part in parts[:-1]) and all(0 < sum(x.count for x in part) <= most for part in parts)
+    elements = [(x.tensor, x.start + i, x.at + i) for part in parts for x in part for i in range(x.count)]
+    assert elements == [(x.tensor, x.start + i, x.at + i) for x in pieces for i in range(x.count)]

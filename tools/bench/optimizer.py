@@ -1,0 +1,173 @@
+#!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
+"""Streamed optimizer state against the disk and against doing one thing after the other: tools/bench/optimizer.py [--quick] [--json] [--folder F].
+
+2 GB of Adam's state (--quick: 256 MB) of one fp32 parameter, in F (default: the system's temporary folder; it must be on a local disk). All in one run,
+every measure in turns with its baseline, medians:
+
+bandwidth       bytes read and written a second by a step that computes nothing (digests included), against two threads that read one file and write
+                another sequentially, past the page cache where the file system allows it, in blocks of the same size and with one fsync
+step            seconds of a step of Adam, against the longer of that plain I/O and of the same Adam over state in memory
+overlap         the same step against read, compute, write of one bucket after the other, with the same digests
+memory          buffers, and what the resident set grows by during a step, in buckets, to a hundredth of one
+
+Exit status 1 where a target is missed.
+"""
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import xxhash
+
+from miles.optim import StreamedAdam
+from miles.optim.adam import CHUNK
+from miles.platform.cpu_adam import adam_
+
+ITEM, FIELDS = 4, 3
+HYPER = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
+
+
+def open_direct(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError:
+        return os.open(path, os.O_RDWR | os.O_CREAT)
+
+
+class Plain:
+    """Two files of the size of the state, and blocks of the size of a bucket."""
+
+    def __init__(self, folder: Path, blocks: int, size: int):
+        self.blocks, self.size = blocks, size
+        self.buffers = [mmap.mmap(-1, size) for _ in range(2)]
+        self.fds = [open_direct(folder / f"plain.{i}") for i in range(2)]
+        for fd in self.fds:
+            os.posix_fallocate(fd, 0, blocks * size)
+            for i in range(blocks):
+                os.pwritev(fd, [self.buffers[0]], i * size)
+            os.fsync(fd)
+
+    def both(self) -> None:
+        """Read one file and write the other at once."""
+        def read() -> None:
+            for i in range(self.blocks):
+                os.preadv(self.fds[0], [self.buffers[0]], i * self.size)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for i in range(self.blocks):
+            os.pwritev(self.fds[1], [self.buffers[1]], i * self.size)
+        os.fsync(self.fds[1])
+        thread.join()
+
+    def one_after_the_other(self, grad: torch.Tensor, count: int, group: dict) -> None:
+        for i in range(self.blocks):
+            buffer = self.buffers[0]
+            os.preadv(self.fds[0], [buffer], i * self.size)
+            xxhash.xxh3_128_digest(buffer)
+            compute(buffer, grad, count, i, group)
+            xxhash.xxh3_128_digest(buffer)
+            os.pwritev(self.fds[1], [buffer], i * self.size)
+        os.fsync(self.fds[1])
+
+
+def compute(buffer: mmap.mmap, grad: torch.Tensor, count: int, i: int, group: dict) -> None:
+    fields = torch.frombuffer(buffer, dtype=torch.float32).view(FIELDS, -1)
+    part = grad[i * count : (i + 1) * count]
+    for at in range(0, len(part), CHUNK):
+        chunk = slice(at, min(at + CHUNK, len(part)))
+        adam_([fields[0][chunk]], [part[chunk]], [fields[1][chunk]], [fields[2][chunk]], group)
+
+
+def timed(call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def resident_peak(call) -> int:
+    """Bytes by which the resident set grows at most while `call` runs."""
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = _status("VmRSS")
+    call()
+    return _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def figure(name, unit, value, baseline, ratio, limit, target, ok) -> dict:
+    return {"figure": name, "unit": unit, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
+
+
+def measure(folder: Path, state_bytes: int, bucket: int, times: int) -> list[dict]:
+    elements = state_bytes // (ITEM * FIELDS)
+    p = torch.nn.Parameter(torch.randn(elements))
+    p.grad = torch.randn(elements)
+    optimizer = StreamedAdam([{"params": [p], **HYPER}], [p.detach()], folder / "state", bucket=bucket)
+    layout = optimizer.store.layout
+    plain = Plain(folder, layout.buckets, layout.block_bytes)
+    group = {"params": [p], "step": 1, **HYPER}
+    memory = mmap.mmap(-1, layout.block_bytes)
+
+    def adam_alone() -> None:
+        for i in range(layout.buckets):
+            compute(memory, p.grad, bucket, i, group)
+
+    seconds: dict[str, list[float]] = {}
+    growth = []
+    for _ in range(times):
+        for name, call in (("plain", plain.both), ("stream", lambda: optimizer.store.step(lambda i, fields: None)), ("adam", adam_alone),
+                           ("step", lambda: growth.append(resident_peak(optimizer.step))),
+                           ("sequential", lambda: plain.one_after_the_other(p.grad, bucket, group))):
+            seconds.setdefault(name, []).append(timed(call))
+    t = {name: statistics.median(values[1:]) for name, values in seconds.items()}  # the first touches memory and files
+    moved, longest = 2 * layout.file_bytes / 1e6, max(t["plain"], t["adam"])
+    buckets = max(growth[1:]) / layout.block_bytes + optimizer.store.buffer_bytes / layout.block_bytes  # the buffers are there before
+    return [
+        figure("read + write of a step", "MB/s", moved / t["stream"], moved / t["plain"], t["plain"] / t["stream"], moved / t["plain"], 0.85,
+               t["plain"] / t["stream"] >= 0.85),
+        figure("step of Adam, over the longer of I/O and compute", "s", t["step"], longest, t["step"] / longest, longest, 1.15, t["step"] <= 1.15 * longest),
+        figure("step of Adam, faster than one after the other", "s", t["step"], t["sequential"], t["sequential"] / t["step"], longest, 1.6,
+               t["sequential"] >= 1.6 * t["step"]),
+        figure("resident memory of a step", "buckets", buckets, None, None, 3, 3, round(buckets, 2) <= 3),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="256 MB of state instead of 2 GB")
+    parser.add_argument("--folder", type=Path, help="where, on a local disk (default: the system's temporary folder)")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    size, bucket = (256 << 20, 1 << 21) if args.quick else (2 << 30, 1 << 23)
+    with tempfile.TemporaryDirectory(prefix="miles-bench-optimizer-", dir=args.folder) as name:
+        figures = measure(Path(name), size, bucket, times=4)
+    if args.json:
+        print(json.dumps({"bench": "optimizer", "state_bytes": size, "cpus": os.cpu_count(), "figures": figures}))
+    else:
+        print(f"{size / 1e9:.2f} GB of state in buckets of {bucket * ITEM * FIELDS / 2**20:.0f} MiB")
+        print(f"{'figure':52} {'ours':>10} {'baseline':>10} {'ratio':>7} {'limit':>10} {'target':>8}")
+        for f in figures:
+            baseline, ratio = ("" if f["baseline"] is None else f"{f['baseline']:,.3f}"), ("" if f["ratio"] is None else f"{f['ratio']:.3f}")
+            print(f"{f['figure'] + ' [' + f['unit'] + ']':52} {f['value']:>10,.3f} {baseline:>10} {ratio:>7} {f['limit']:>10,.3f} {f['target']:>8.2f}"
+                  + ("" if f["ok"] else "  MISSED"))
+    return 0 if all(f["ok"] for f in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
