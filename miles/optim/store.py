@@ -77,11 +77,6 @@ class BucketStore:
                                    f"{layout.elements} elements in buckets of {layout.bucket}", AGAIN)
         return cls(folder, layout, manifest)
 
-    def close(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds = []
-
     @property
     def buffer_bytes(self) -> int:
         """Memory that the store holds."""
