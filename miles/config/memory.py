@@ -145,7 +145,8 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     state = [_resident_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
-    files = [2 * streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages)]  # a step reads one and writes the other
+    # a step reads one and writes another, and the third is a checkpoint's while that is copied
+    files = [3 * streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
     disk = max(files) * config.cluster.trainer.ranks_per_node if streamed else 0.0
     if config.cluster.trainer.gpus_per_node:
         problems += _trainer_fit(config, site, plans)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from miles.optim.store import BucketStore, Fields
 from miles.platform.cpu_adam import adam_
 
 BUCKET = 1 << 23  # elements: 96 MiB of state, three of which are in memory
+Values = Callable[[torch.Tensor, int, int], Sequence[torch.Tensor]]
+"""(parameter, start, n) -> main value and moments, or the main value alone, of its elements [start, start + n), flat."""
 CHUNK = 1 << 16  # elements a CPU works on at once: Adam passes over them eight times, and they stay in its cache
 
 
@@ -27,17 +30,14 @@ class StreamedAdam(torch.optim.Optimizer):
         self.param_groups = params  # megatron's are views of model parameters, which torch's constructor refuses
         self._targets = targets
         self._tensors = [(p, group) for group in self.param_groups for p in group["params"]]
-        self._index = {p: i for i, (p, _) in enumerate(self._tensors)}
         layout = BucketLayout(tuple(p.numel() for p, _ in self._tensors), bucket)
         self._pieces: list[list[Piece]] = list(layout.pieces())
-        self._cached = -1  # bucket whose fields `read` has in memory
         folder.mkdir(parents=True, exist_ok=True)
-        check_folder(folder, 2 * layout.file_bytes)
-        self.store = BucketStore.create(folder, layout, lambda i, fields: self._fill(i, fields, {p: {"param": p.detach()} for p, _ in self._tensors}))
+        check_folder(folder, 3 * layout.file_bytes)  # the third while a snapshot is copied
+        self.store = BucketStore.create(folder, layout, lambda i, fields: self._fill(i, fields, lambda p, start, n: [p.detach().view(-1)[start:start + n]]))
 
     @torch.no_grad()
     def step(self, closure=None, grad_scaler=None):
-        self._cached = -1
         for group in self.param_groups:
             if group["params"]:
                 group["step"] = int(group.get("step") or 0) + 1
@@ -62,32 +62,22 @@ class StreamedAdam(torch.optim.Optimizer):
             if changed is not field:
                 field.copy_(changed)
 
-    def read(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies of a parameter's main value and moments: param, exp_avg, exp_avg_sq, float32 [n] on the CPU. Raises EnvironmentFault: damaged."""
-        out = {name: torch.empty(param.numel()) for name in ("param", "exp_avg", "exp_avg_sq")}
-        for bucket, pieces in enumerate(self._pieces):
-            for x in pieces:
-                if x.tensor == self._index[param]:
-                    if self._cached != bucket:
-                        self._fields, self._cached = self.store.read(bucket), bucket
-                    for values, field in zip(out.values(), self._fields, strict=True):
-                        values[x.start:x.start + x.count] = field[x.at:x.at + x.count]
-        return out
-
     @torch.no_grad()
-    def replace(self, states: dict[torch.Tensor, dict[str, torch.Tensor]]) -> None:
-        """Make these states (of every parameter, named as `read` names them) the present ones."""
-        self._cached = -1
-        self.store.step(lambda i, fields: self._fill(i, fields, states), fresh=True)
+    def replace(self, values: Values) -> None:
+        """Make other values the present state; they are asked for in the order of the parameters."""
+        self.store.step(lambda i, fields: self._fill(i, fields, values), fresh=True)
 
-    def _fill(self, bucket: int, fields: Fields, states: dict) -> None:
+    def _fill(self, bucket: int, fields: Fields, values: Values) -> None:
         for x in self._pieces[bucket]:
-            state = states[self._tensors[x.tensor][0]]
-            for name, field in zip(("param", "exp_avg", "exp_avg_sq"), fields, strict=True):
-                if name in state:
-                    field[x.at:x.at + x.count] = state[name].view(-1)[x.start:x.start + x.count]
+            for field, found in zip(fields, values(self._tensors[x.tensor][0], x.start, x.count), strict=False):  # at first there are no moments
+                field[x.at:x.at + x.count] = found
+
+    @property
+    def parameters(self) -> list[torch.Tensor]:
+        """In the order in which their elements lie in the store."""
+        return [p for p, _ in self._tensors]
 
     def load_state_dict(self, state_dict: dict) -> None:
-        """Hyperparameters and step counters; the tensors come by `replace`."""
+        """Hyperparameters and step counters; the state comes by `replace`."""
         super().load_state_dict({**state_dict, "state": {}})
         self._tensors = [(p, group) for group in self.param_groups for p in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
 
@@ -20,6 +21,21 @@ def file_system(folder: Path, mounts: str) -> str:
         if folder.is_relative_to(point) and len(Path(point).parts) >= best:
             best, kind = len(Path(point).parts), this
     return kind
+
+
+def claim(base: Path, epoch: int, rank: int) -> Path:
+    """Folder of a rank in this epoch. What its predecessors left there is removed; one that still runs finds its files gone and harms nobody's."""
+    for left in base.glob(f"e*/rank_{rank:05d}"):
+        shutil.rmtree(left, ignore_errors=True)
+    return base / f"e{epoch:06d}" / f"rank_{rank:05d}"
+
+
+def release(folder: Path) -> None:
+    """Remove a claimed folder, and what is then empty above it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for above in (folder.parent, folder.parent.parent):
+        with contextlib.suppress(OSError):  # other ranks of this node have theirs there
+            above.rmdir()
 
 
 def check_folder(folder: Path, need: int, *, mounts: str | None = None) -> None:

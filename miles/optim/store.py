@@ -4,6 +4,8 @@
 
 The file that the manifest names is never written to, so that a kill at any point leaves a whole generation. Manifest last: data synced, then renamed
 into place. Digests of all buckets are in it and are checked at every read.
+
+A snapshot is a hard link to the file of a generation: while it is there, a step that has to write that file begins a new one in its place.
 """
 
 from __future__ import annotations
@@ -55,11 +57,7 @@ class BucketStore:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").unlink(missing_ok=True)
         for i in range(2):
-            path = folder / f"state.{i}"
-            path.unlink(missing_ok=True)
-            with path.open("wb") as f, _Explained(path):
-                if layout.file_bytes:
-                    os.posix_fallocate(f.fileno(), 0, layout.file_bytes)
+            _reserve(folder / f"state.{i}", layout.file_bytes)
         store = cls(folder, layout, Manifest(-1, layout.elements, layout.bucket, []))
         store.step(fill, fresh=True)
         return store
@@ -91,6 +89,7 @@ class BucketStore:
 
         Raises EnvironmentFault: a block is damaged or the disk takes no more; the present generation stays.
         """
+        self._leave_to_snapshot((self.manifest.generation + 1) % 2)
         count, load = self.layout.buckets, self._zeros if fresh else self._read
         writes: list[Future[str]] = []
         with ThreadPoolExecutor(1, "optim-read") as reader, ThreadPoolExecutor(1, "optim-write") as writer:
@@ -111,6 +110,22 @@ class BucketStore:
         publish_bytes(self.folder / "manifest.json", msgspec.json.encode(manifest))
         self.manifest = manifest
 
+    def snapshot(self) -> Snapshot:
+        """The present generation, as it stays whatever steps follow. One at a time. Raises EnvironmentFault: the file system has no hard links."""
+        path, state = self.folder / "snapshot", self.folder / f"state.{self.manifest.generation % 2}"
+        path.unlink(missing_ok=True)
+        with _Explained(path):
+            os.link(state, path)
+        return Snapshot(path, self.layout, self.manifest)
+
+    def _leave_to_snapshot(self, which: int) -> None:
+        """A file that is about to be written and that a snapshot holds is left to it."""
+        if os.fstat(self._fds[which]).st_nlink > 1:
+            path = self.folder / f"state.{which}"
+            _reserve(path, self.layout.file_bytes)
+            os.close(self._fds[which])
+            self._fds[which] = _open(path)
+
     def _fields(self, buffer: mmap.mmap) -> Fields:
         flat = torch.frombuffer(buffer, dtype=torch.float32, count=len(FIELDS) * self.layout.stride)
         return tuple(flat.view(len(FIELDS), -1).unbind())
@@ -121,18 +136,8 @@ class BucketStore:
         return buffer
 
     def _read(self, bucket: int, buffer: mmap.mmap) -> mmap.mmap:
-        which, size = self.manifest.generation % 2, self.layout.block_bytes
-        path, done = self.folder / f"state.{which}", 0
-        view = memoryview(buffer)[:size]
-        with _Explained(path):
-            while done < size:
-                n = os.preadv(self._fds[which], [view[done:]], bucket * size + done)
-                if n == 0:
-                    raise EnvironmentFault(f"{path} ends within bucket {bucket}", f"{self.layout.file_bytes} bytes", AGAIN)
-                done += n
-        if (found := xxhash.xxh3_128_hexdigest(view)) != self.manifest.digests[bucket]:
-            raise EnvironmentFault(f"bucket {bucket} of {path} (generation {self.manifest.generation}) has digest {found}",
-                                   f"{self.manifest.digests[bucket]}, as it was written", AGAIN)
+        which = self.manifest.generation % 2
+        _read_block(self._fds[which], self.folder / f"state.{which}", self.layout, self.manifest, bucket, buffer)
         return buffer
 
     def _write(self, bucket: int, buffer: mmap.mmap) -> str:
@@ -143,6 +148,49 @@ class BucketStore:
             while done < size:
                 done += os.pwritev(self._fds[which], [view[done:]], bucket * size + done)
         return digest
+
+
+class Snapshot:
+    """One generation of a store. It takes the space of a file until it is copied."""
+
+    def __init__(self, path: Path, layout: BucketLayout, manifest: Manifest):
+        self._path, self._layout, self._manifest = path, layout, manifest
+
+    def copy(self, to: Path) -> None:
+        """Write it to a new file, a block at a time, and give its space back. Raises EnvironmentFault: a block is damaged, or `to` takes no more."""
+        source, buffer, size = _open(self._path), mmap.mmap(-1, max(self._layout.block_bytes, PAGE)), self._layout.block_bytes
+        try:
+            with to.open("wb", buffering=0) as f, _Explained(to):
+                for bucket in range(self._layout.buckets):
+                    _read_block(source, self._path, self._layout, self._manifest, bucket, buffer)
+                    view = memoryview(buffer)[:size]
+                    while view:
+                        view = view[f.write(view):]
+        finally:
+            os.close(source)
+            self._path.unlink(missing_ok=True)
+
+
+def _reserve(path: Path, size: int) -> None:
+    """A new file of `size` bytes in place of what has this name."""
+    path.unlink(missing_ok=True)
+    with path.open("wb") as f, _Explained(path):
+        if size:
+            os.posix_fallocate(f.fileno(), 0, size)
+
+
+def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: mmap.mmap) -> None:
+    size, done = layout.block_bytes, 0
+    view = memoryview(buffer)[:size]
+    with _Explained(path):
+        while done < size:
+            n = os.preadv(fd, [view[done:]], bucket * size + done)
+            if n == 0:
+                raise EnvironmentFault(f"{path} ends within bucket {bucket}", f"{layout.file_bytes} bytes", AGAIN)
+            done += n
+    if (found := xxhash.xxh3_128_hexdigest(view)) != manifest.digests[bucket]:
+        raise EnvironmentFault(f"bucket {bucket} of {path} (generation {manifest.generation}) has digest {found}", f"{manifest.digests[bucket]}, as it was written",
+                               AGAIN)
 
 
 class _Explained:

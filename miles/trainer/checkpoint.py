@@ -6,6 +6,8 @@ small objects are in torch.save files. On load, `.metadata` is first read by an 
 file that names anything else is refused before torch reads it; the torch.save files are loaded with `weights_only=True`, which megatron's
 own loader does for tensors only (`_plain_objects_only`).
 
+Streamed optimizer state has files of its own there (miles.trainer.streamed).
+
 Saving has three parts: `begin_checkpoint` plans it together with the other ranks and copies what this rank writes to the host; a thread of this process
 writes and syncs the copies and takes their digests while training goes on; `Saving.finish` gathers what was written into the metadata. (Megatron's own
 asynchronous caller starts processes: forked ones inherit MPI and CUDA, spawned ones import the program again.)
@@ -34,7 +36,9 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.core import EnvironmentFault
+from miles.optim import is_saved
 from miles.trainer.model import PolicyModel
+from miles.trainer.streamed import begin_saving, hyperparameters, is_streamed, restore
 
 METADATA_FILES = (".metadata", "metadata.json")
 METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
@@ -44,13 +48,13 @@ METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 class Saving:
     """A checkpoint that this rank is writing. `done` is of this rank; `finish` is collective, once all ranks are done and none has an `error`."""
 
-    def __init__(self, folder: Path, request: AsyncRequest):
+    def __init__(self, folder: Path, request: AsyncRequest, copy_streamed: Callable[[], list[Path]] | None):
         self.folder = folder
         self.error = ""  # why this rank could not write
         self.files: dict[str, tuple[int, str]] = {}  # what it wrote: (bytes, xxh3-128)
         self.write_s = 0.0
         self._finalize = request.finalize_fns
-        self._write = self._staged(request)
+        self._write, self._copy_streamed = self._staged(request), copy_streamed
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -87,6 +91,8 @@ class Saving:
                 self._write()
                 self._write = None  # the copies
                 self.files = {p.name: describe_file(p) for p in sorted(self.folder.glob(f"__{dist.get_rank()}_*.distcp"))}
+            if self._copy_streamed is not None:
+                self.files |= {p.name: describe_file(p) for p in self._copy_streamed()}
         except BaseException as e:  # said to all ranks by whoever asks
             self.error = f"{e!r}"
         self.write_s = time.monotonic() - start
@@ -99,12 +105,12 @@ def begin_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> Savin
     Raises EnvironmentFault: the folder cannot be written.
     """
     filesystem_async._results_queue = queue.Queue()
-    metadata = _format()
+    metadata, streamed = _format(), is_streamed(optimizer)
     with _explained(folder):
         request = dist_checkpointing.save(
-            _state(model, optimizer, metadata, loading=False), str(folder), async_sharded_save=True, async_strategy="mcore",
+            _state(model, optimizer, metadata, loading=False, own_files=streamed), str(folder), async_sharded_save=True, async_strategy="mcore",
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"})
-    return Saving(Path(folder), request)
+    return Saving(Path(folder), request, begin_saving(Path(folder), optimizer, model.chunks, model.arch) if streamed else None)
 
 
 def describe_file(path: Path) -> tuple[int, str]:
@@ -123,19 +129,23 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
     """
     folder = Path(folder)
     _check_metadata(folder / ".metadata")
+    streamed = is_saved(folder)
     with _plain_objects_only():
-        state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True), str(folder))
+        state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True, own_files=streamed), str(folder))
     model.chunks[0].module.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    if streamed:
+        restore(folder, optimizer, model.chunks, model.arch)
     torch.set_rng_state(state["rng"]["torch"])
     get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
 
 
-def _state(model: PolicyModel, optimizer, metadata: dict, *, loading: bool) -> dict:
+def _state(model: PolicyModel, optimizer, metadata: dict, *, loading: bool, own_files: bool) -> dict:
+    """`own_files`: tensors of the optimizer are in files beside these (miles.trainer.streamed)."""
     weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
     return {
         "model": weights,
-        "optimizer": optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
+        "optimizer": hyperparameters(optimizer) if own_files else optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
         "rng": ShardedObject("rng", {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()},
                              (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
     }

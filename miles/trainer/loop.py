@@ -30,6 +30,7 @@ from miles.core import Layout, Role
 from miles.engine.command import DTYPES
 from miles.engine.digest import combined_checksum, expected_checksums
 from miles.log import RunLog
+from miles.optim import claim, release
 from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.distributed import close_distributed, init_distributed
@@ -63,8 +64,11 @@ class Trainer:
         newest = self.checkpoints.newest()
         self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
                                  routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
-        local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
-        self.optimizer = build_optimizer(self.model, c.trainer.optimizer, local / f"miles-optimizer-{run.path.name}")
+        self.state_dir = None
+        if c.trainer.optimizer.state == "stream":
+            local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
+            self.state_dir = claim(local / f"miles-optimizer-{run.path.name}", epoch, world.rank)
+        self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir)
         frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
         self.step = newest or 0
         if self.turns.shared:
@@ -189,4 +193,6 @@ class Trainer:
         if self.log is not None:
             self.log.close()
         close_distributed()
+        if self.state_dir is not None:
+            release(self.state_dir)  # who goes on makes it anew
         return code

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -75,7 +74,7 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
 def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None):
     """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer).
 
-    `state_dir`: node-local folder of this run for streamed state, in which this rank replaces what it had. Raises EnvironmentFault: unfit for that.
+    `state_dir`: node-local folder of this rank for streamed state. Raises EnvironmentFault: unfit for that.
     """
     bf16 = model.config.bf16
     optimizer = get_megatron_optimizer(
@@ -87,7 +86,7 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path
     )
     for i, part in enumerate(optimizer.chained_optimizers):
         if config.state == "stream":
-            stream(part, state_dir / f"rank_{dist.get_rank():05d}.{i}")
+            stream(part, state_dir / str(i))
         else:
             part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
     model.config.grad_scale_func = optimizer.scale_loss

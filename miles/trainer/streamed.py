@@ -1,17 +1,26 @@
 """megatron-core's distributed optimizer with its state on disk: see miles.optim.
 
 Reduction of gradients, clipping and the gathering of parameters stay megatron's; main parameters and moments are nowhere in memory but in the buckets of
-a step. Checkpoints have the format of resident state: its tensors are read from disk while one is taken, and written to disk when one is loaded.
+a step. In a checkpoint each rank's files lie beside megatron's, copied from a snapshot while training goes on, so that taking one needs the memory of a
+block; a rank that loads, resident or streamed, reads its elements from them, whatever the layouts are (`restore`). A streamed optimizer also goes on from a
+checkpoint of resident state.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-from miles.optim import StreamedAdam
+from miles.optim import SavedFile, SavedState, SavedTensor, StreamedAdam, file_names
+from miles.weights.mapping import Architecture, Shard, shards_of
+from miles.weights.mapping.tables import join, shard_slices, split
 
 
 class StreamedDistributedOptimizer(DistributedOptimizer):
@@ -20,22 +29,15 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
     def _copy_main_params_to_model_params(self):
         """Nothing: the step has written each bucket into the model parameters."""
 
-    def _get_main_param_and_optimizer_states(self, model_param):
-        return self.optimizer.read(self._main(model_param))
-
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
-        self._loaded[self._main(model_param)] = tensors
+        self._loaded[_main(self, model_param)] = [tensors[name].view(-1) for name in ("param", "exp_avg", "exp_avg_sq")]
 
     def load_state_dict(self, state_dict):
-        self._loaded: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        self._loaded: dict[torch.Tensor, list[torch.Tensor]] = {}
         super().load_state_dict(state_dict)
         if self._loaded:
-            self.optimizer.replace(self._loaded)
+            self.optimizer.replace(lambda p, start, n: [t[start:start + n] for t in self._loaded[p]])
         del self._loaded
-
-    def _main(self, model_param: torch.Tensor) -> torch.Tensor:
-        group, order = self.model_param_group_index_map[model_param]
-        return self.optimizer.param_groups[group]["params"][order]
 
 
 def stream(part: DistributedOptimizer, folder: Path) -> None:
@@ -50,3 +52,104 @@ def stream(part: DistributedOptimizer, folder: Path) -> None:
     part.__class__ = StreamedDistributedOptimizer  # megatron's factory has no place for another class
     for p in targets:
         p.untyped_storage().resize_(0)
+
+
+def is_streamed(optimizer) -> bool:
+    return isinstance(optimizer.chained_optimizers[0], StreamedDistributedOptimizer)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------------------
+def hyperparameters(optimizer):
+    """What a checkpoint holds of an optimizer beside tensors: groups of parameters with their rates and step counters, as megatron names them."""
+    found = optimizer.state_dict()
+    return dict(enumerate(found)) if isinstance(found, list) else found
+
+
+def begin_saving(folder: Path, optimizer, chunks: list, arch: Architecture) -> Callable[[], list[Path]]:
+    """Collective. Take snapshots now; what is returned copies them into `folder`, beside training, and says which files these are."""
+    shards, rank, copies = shards_of(chunks, arch), dist.get_rank(), []
+    for i, part in enumerate(optimizer.chained_optimizers):
+        owned = {o.main: o for o in _owned(part, shards)}
+        tensors = [SavedTensor(o.shard.names, o.shard.index, o.shard.of, o.shape, o.start, p.numel()) for p in part.optimizer.parameters for o in (owned[p],)]
+        state, described = (folder / name for name in file_names(rank, i))
+        copies.append((part.optimizer.store.snapshot(), state, described, SavedFile(part.optimizer.store.layout.bucket, tensors)))
+
+    def copy() -> list[Path]:
+        written = []
+        for snapshot, state, described, what in copies:
+            snapshot.copy(state)
+            described.write_bytes(msgspec.json.encode(what))
+            written += [state, described]
+        for path in written:
+            fd = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        return written
+
+    return copy
+
+
+@torch.no_grad()
+def restore(folder: Path, optimizer, chunks: list, arch: Architecture) -> None:
+    """Collective. Main parameters and moments of this rank, from the streamed state in a checkpoint of any layout. Raises EnvironmentFault: not all there."""
+    shards = shards_of(chunks, arch)
+    with SavedState(folder) as saved:
+        for part in optimizer.chained_optimizers:
+            owned = {o.main: o for o in _owned(part, shards)}
+            source = _Source(saved, arch)
+            if isinstance(part, StreamedDistributedOptimizer):
+                part.optimizer.replace(lambda p, start, n, owned=owned, source=source: source.read(owned[p], start, n))
+                continue
+            for o in owned.values():
+                values = source.read(o, 0, o.main.numel())
+                part._set_main_param_and_optimizer_states(o.model, dict(zip(("param", "exp_avg", "exp_avg_sq"), values, strict=True)))
+
+
+class _Owned(NamedTuple):
+    """Elements of a parameter whose state this rank has."""
+
+    main: torch.Tensor
+    model: torch.Tensor
+    shard: Shard
+    shape: tuple[int, ...]  # of the parameter here
+    start: int  # first of them, flat
+
+
+def _owned(part: DistributedOptimizer, shards: dict[torch.Tensor, Shard]) -> Iterator[_Owned]:
+    for model in part.model_param_group_index_map:
+        start = part._get_model_param_range_map(model)["param"].start
+        yield _Owned(_main(part, model), model, shards[model], tuple(model.shape), start)
+
+
+def _main(part: DistributedOptimizer, model_param: torch.Tensor) -> torch.Tensor:
+    group, order = part.model_param_group_index_map[model_param]
+    return part.optimizer.param_groups[group]["params"][order]
+
+
+class _Source:
+    """State of this layout's shards out of that of another. Holds one parameter of those that were cut in another way."""
+
+    def __init__(self, saved: SavedState, arch: Architecture):
+        self._saved, self._arch = saved, arch
+        self._held: tuple[tuple[str, ...], list[torch.Tensor]] = ((), [])
+
+    def read(self, o: _Owned, start: int, count: int) -> list[torch.Tensor]:
+        """Main value and moments of elements [start, start + count) of those that this rank has."""
+        of, shape = self._saved.shards(o.shard.names)
+        start += o.start
+        if (of, shape) == (o.shard.of, o.shape):
+            return self._saved.read(o.shard.names, o.shard.index, start, count)
+        if self._held[0] != o.shard.names:
+            self._held = (o.shard.names, self._cut_anew(o, of, shape))
+        return [t[start:start + count] for t in self._held[1]]
+
+    def _cut_anew(self, o: _Owned, of: int, shape: tuple[int, ...]) -> list[torch.Tensor]:
+        rule, size = o.shard.rule, torch.Size(shape).numel()
+        found = []
+        for pieces in zip(*(self._saved.read(o.shard.names, i, 0, size) for i in range(of)), strict=True):
+            parts = split(rule, [p.view(shape) for p in pieces], self._arch)
+            wanted = shard_slices(rule, [tuple(p.shape) for p in parts], o.shard.of, o.shard.index)
+            found.append(join(rule, [p[index] for p, index in zip(parts, wanted, strict=True)], self._arch, o.shape[0]).reshape(-1))
+        return found

@@ -70,7 +70,7 @@ def test_plan_shows_every_term_of_the_744b_job():
     assert round(printed["memory"]["resident_state_gb"]) == 279
     terms = {t["name"]: t for t in printed["step_floor"]["terms"]}
     # one file read and the other written, on 4 ranks of a node
-    assert terms["optimizer I/O"]["amount"] == pytest.approx(printed["memory"]["disk_per_node_gb"])
+    assert terms["optimizer I/O"]["amount"] == pytest.approx(2 / 3 * printed["memory"]["disk_per_node_gb"])  # a step moves two files, the third is a checkpoint's
     assert terms["compute"]["rate"] == site.gpu_tflops and printed["step_floor"]["tokens_per_trajectory"] == config.rollout.max_session_tokens
     text = CliRunner().invoke(main, ["plan", "configs/glm52_async.toml"]).stdout
     assert all(name in text for name in ("compute", "pipeline bubble", "gradient reduction", "parameter gathering", "optimizer I/O", "weight update"))

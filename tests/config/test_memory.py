@@ -79,10 +79,10 @@ def test_optimizer_state_is_divided_over_the_data_parallel_ranks_of_each_part():
     assert items(plan.stages[0])["optimizer"] == 12 * dense / 4 + 12 * experts / 2
 
 
-def test_streamed_state_takes_two_files_with_the_parameters_in_each_also_in_fp32():
+def test_streamed_state_takes_three_files_with_the_parameters_in_each_also_in_fp32():
     for precision in ("bf16", "fp32"):
         plan = draft_plan(small("trainer.optimizer.state=stream", f"model.trainer_precision={precision}", f"model.rollout_precision={precision}"), SiteConfig(), SMALL)
-        assert round(plan.disk_per_node_gb * 1e9) == 4 * 2 * 12 * 1216  # four ranks of a node, the fuller stage's parameters
+        assert round(plan.disk_per_node_gb * 1e9) == 4 * 3 * 12 * 1216  # four ranks of a node, the fuller stage's parameters
 
 
 def test_activations_worked_by_hand():
@@ -112,8 +112,8 @@ def test_the_744b_job_fits_only_with_streamed_state():
     assert round(plan.resident_state_gb) == 279
     assert [(s.first_layer, s.last_layer) for s in plan.stages] == [(1, 18), (19, 38), (39, 58), (59, 78)]
     assert max(s.total_gb for s in plan.stages) < site.gpu_memory_gb
-    # fullest rank: 20 layers x 32 experts x 37,748,736 = 24.16 B parameters of experts, 12 bytes each in two files, on one rank of a node of four
-    assert 4 * 2 * 12 * 24.16 < plan.disk_per_node_gb < 4 * 2 * 12 * 25
+    # fullest rank: 20 layers x 32 experts x 37,748,736 = 24.16 B parameters of experts, 12 bytes each in three files, on each rank of a node of four
+    assert 4 * 3 * 12 * 24.16 < plan.disk_per_node_gb < 4 * 3 * 12 * 25
     with pytest.raises(
         ConfigError, match=r"resident optimizer state \(298 GB\) is what does not fit: set trainer.optimizer.state = 'stream'"
     ):
@@ -124,7 +124,7 @@ def test_the_744b_job_does_not_fit_80_gb_gpus_and_a_small_disk():
     config, _ = glm()
     with pytest.raises(ConfigError, match="the site's GPUs have 80 GB"):
         memory_plan(config, load_site("configs/sites/h100.toml"))
-    with pytest.raises(ConfigError, match="needs 2385 GB of disk a trainer node, the site has node_disk_gb = 1000"):
+    with pytest.raises(ConfigError, match="needs 3578 GB of disk a trainer node, the site has node_disk_gb = 1000"):
         memory_plan(config, SiteConfig(gpu_memory_gb=279, node_disk_gb=1000))
 
 

@@ -6,11 +6,12 @@ import signal
 import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from miles.core import EnvironmentFault
-from miles.optim import BucketStore, StreamedAdam, check_folder
+from miles.optim import BucketStore, SavedFile, SavedState, SavedTensor, StreamedAdam, check_folder, claim, file_names, release
 from miles.optim.folder import file_system
 from miles.platform.cpu_adam import CpuFusedAdam
 
@@ -37,6 +38,16 @@ def streamed(folder, params, **options):
     return StreamedAdam(groups(params), [p.detach() for p in params], folder, bucket=BUCKET, **options)
 
 
+def state_of(optimizer):
+    """Main value and moments of each parameter, as they lie on disk."""
+    out = [[torch.empty(p.numel()) for _ in range(3)] for p in optimizer.parameters]
+    for bucket, pieces in enumerate(optimizer.store.layout.pieces()):
+        for field, values in enumerate(optimizer.store.read(bucket)):
+            for x in pieces:
+                out[x.tensor][field][x.start:x.start + x.count] = values[x.at:x.at + x.count]
+    return out
+
+
 def test_steps_are_those_of_resident_adam_bit_for_bit(tmp_path):
     ours, theirs = parameters(), parameters()
     stream, resident = streamed(tmp_path, ours), CpuFusedAdam(groups(theirs))
@@ -44,10 +55,9 @@ def test_steps_are_those_of_resident_adam_bit_for_bit(tmp_path):
         for params, optimizer in ((ours, stream), (theirs, resident)):
             set_gradients(params, step)
             optimizer.step()
-    for a, b in zip(ours, theirs, strict=True):
-        state = stream.read(a)
-        assert torch.equal(a, b) and torch.equal(state["param"], b.detach())
-        assert torch.equal(state["exp_avg"], resident.state[b]["exp_avg"]) and torch.equal(state["exp_avg_sq"], resident.state[b]["exp_avg_sq"])
+    for a, b, (main, mean, square) in zip(ours, theirs, state_of(stream), strict=True):
+        assert torch.equal(a, b) and torch.equal(main, b.detach())
+        assert torch.equal(mean, resident.state[b]["exp_avg"]) and torch.equal(square, resident.state[b]["exp_avg_sq"])
 
 
 def test_a_bf16_target_gets_the_rounded_main_value(tmp_path):
@@ -56,7 +66,7 @@ def test_a_bf16_target_gets_the_rounded_main_value(tmp_path):
     optimizer = StreamedAdam(groups(params), targets, tmp_path, bucket=BUCKET)
     set_gradients(params, 0)
     optimizer.step()
-    assert all(torch.equal(optimizer.read(p)["param"].bfloat16(), t) for p, t in zip(params, targets, strict=True))
+    assert all(torch.equal(main.bfloat16(), t) for (main, _, _), t in zip(state_of(optimizer), targets, strict=True))
 
 
 def test_three_buckets_are_in_memory(tmp_path):
@@ -105,7 +115,70 @@ def test_a_full_disk_is_an_environment_fault_and_the_generation_before_stays(tmp
         with pytest.raises(EnvironmentFault, match="No space left"):
             optimizer.step()
     assert optimizer.store.manifest.generation == 0
-    assert torch.equal(optimizer.read(params[0])["exp_avg"], torch.zeros(5000))
+    assert torch.equal(state_of(optimizer)[0][1], torch.zeros(5000))
+
+
+def test_a_snapshot_stays_what_it_was_while_steps_go_on_and_gives_its_space_back(tmp_path):
+    params = parameters()
+    optimizer = streamed(tmp_path / "state", params)
+    set_gradients(params, 0)
+    optimizer.step()
+    then, snapshot = state_of(optimizer), optimizer.store.snapshot()
+    for step in range(1, 4):  # the third would write to the file that the snapshot is of
+        set_gradients(params, step)
+        optimizer.step()
+    assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "snapshot", "manifest.json"}
+    save(optimizer, snapshot, tmp_path)
+    with SavedState(tmp_path) as saved:
+        for n, want in enumerate(then):
+            assert all(torch.equal(a, b) for a, b in zip(saved.read((f"p{n}",), 0, 0, SIZES[n]), want, strict=True))
+    assert not (tmp_path / "state" / "snapshot").exists()
+    set_gradients(params, 4)
+    optimizer.step()
+    assert (tmp_path / "state" / "state.0").stat().st_nlink == (tmp_path / "state" / "state.1").stat().st_nlink == 1
+
+
+def save(optimizer, snapshot, folder, rank=0, starts=(0, 0, 0, 0), names=None):
+    state, described = file_names(rank, 0)
+    snapshot.copy(folder / state)
+    tensors = [SavedTensor((f"p{n}",) if names is None else names, 0, 1, (size,), start, p.numel())
+               for n, (size, start, p) in enumerate(zip(SIZES, starts, optimizer.parameters, strict=True))]
+    (folder / described).write_bytes(msgspec.json.encode(SavedFile(optimizer.store.layout.bucket, tensors)))
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 7777), (2047, 2), (100, 1), (5000, 2777)])
+def test_any_range_of_a_parameter_is_found_in_a_saved_file(tmp_path, start, count):
+    params = parameters()
+    optimizer = streamed(tmp_path / "state", params)
+    set_gradients(params, 0)
+    optimizer.step()
+    save(optimizer, optimizer.store.snapshot(), tmp_path)
+    with SavedState(tmp_path) as saved:
+        assert saved.shards(("p3",)) == (1, (7777,))
+        for got, want in zip(saved.read(("p3",), 0, start, count), state_of(optimizer)[3], strict=True):
+            assert torch.equal(got, want[start:start + count])
+
+
+def test_saved_state_that_does_not_hold_all_is_an_environment_fault(tmp_path):
+    params = parameters()
+    optimizer = streamed(tmp_path / "state", params)
+    save(optimizer, optimizer.store.snapshot(), tmp_path)
+    with SavedState(tmp_path) as saved:
+        with pytest.raises(EnvironmentFault, match=r"10 of 7777 elements of shard 0 .* are not in"):
+            saved.read(("p3",), 0, 10, 7777)
+        with pytest.raises(EnvironmentFault, match="has nothing for"):
+            saved.shards(("p4",))
+    os.truncate(tmp_path / "optimizer_00000.0.state", 4096)
+    with SavedState(tmp_path) as saved, pytest.raises(EnvironmentFault, match="a file ends before byte"):
+        saved.read(("p3",), 0, 0, 7777)
+
+
+def test_a_damaged_block_does_not_get_into_a_checkpoint(tmp_path):
+    optimizer = streamed(tmp_path / "state", parameters())
+    snapshot = optimizer.store.snapshot()
+    damage(optimizer, 5)
+    with pytest.raises(EnvironmentFault, match="bucket 0 of .*snapshot"):
+        snapshot.copy(tmp_path / "saved")
 
 
 MOUNTS = "/dev/a / ext4 rw 0 0\ntmpfs /dev/shm tmpfs rw 0 0\nhost:/x /home nfs4 rw 0 0\n"
@@ -125,7 +198,7 @@ def test_memory_network_and_too_small_disks_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_a_kill_at_any_time_leaves_a_whole_generation(tmp_path, seed):
+def test_a_kill_at_any_time_leaves_a_whole_generation_from_which_the_next_step_is_the_same(tmp_path, seed):
     params = parameters()
     optimizer = streamed(tmp_path, params)
     child = os.fork()
@@ -140,10 +213,36 @@ def test_a_kill_at_any_time_leaves_a_whole_generation(tmp_path, seed):
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     left = BucketStore.open(tmp_path, optimizer.store.layout)
-    for step in range(left.manifest.generation):  # the parent's own steps, to the generation that the killed child left
+    done = left.manifest.generation
+    optimizer = streamed(tmp_path / "again", params)
+    for step in range(done):  # the parent's own steps, to the generation that the killed child left
         set_gradients(params, step % 7)
-        if step == 0:
-            optimizer = streamed(tmp_path / "again", params)
         optimizer.step()
-    for bucket in range(left.layout.buckets):
-        assert all(torch.equal(a, b) for a, b in zip(left.read(bucket), optimizer.store.read(bucket), strict=True))
+    same(left, optimizer.store)
+    went_on = streamed(tmp_path / "went_on", parameters(1))
+    went_on.store = left
+    for each in (optimizer, went_on):
+        each.param_groups[0]["step"] = each.param_groups[1]["step"] = done
+        set_gradients(each.parameters, done % 7)
+        each.step()
+    same(left, optimizer.store)
+    assert all(torch.equal(a, b) for a, b in zip(went_on.parameters, optimizer.parameters, strict=True))
+
+
+def same(one, other):
+    for bucket in range(one.layout.buckets):
+        assert all(torch.equal(a, b) for a, b in zip(one.read(bucket), other.read(bucket), strict=True))
+
+
+def test_a_rank_claims_its_folder_from_its_predecessors_and_leaves_none(tmp_path):
+    first, other = claim(tmp_path / "run", 1, 0), claim(tmp_path / "run", 1, 1)
+    for folder in (first, other):
+        folder.mkdir(parents=True)
+        (folder / "state.0").touch()
+    second = claim(tmp_path / "run", 2, 0)
+    assert second == tmp_path / "run" / "e000002" / "rank_00000" and not first.exists() and other.exists()
+    second.mkdir(parents=True)
+    release(second)
+    assert [p.relative_to(tmp_path) for p in tmp_path.rglob("rank_*")] == [other.relative_to(tmp_path)]
+    release(other)
+    assert not (tmp_path / "run").exists()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from safetensors import safe_open
 
 from miles.core import ConfigError, StructureError
 from miles.weights.mapping.architecture import Architecture
-from miles.weights.mapping.tables import find_rule, hf_names, join, parameters, rules_for, shard_slices, split
+from miles.weights.mapping.tables import Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
 
 BUCKET_BYTES = 64 * 2**20
 Key = tuple[str, int | None, int | None]  # (megatron name pattern, layer, expert)
@@ -119,6 +120,26 @@ def _receive(source: int, count: int, dtypes: list[torch.dtype]) -> list[torch.T
     pieces = flat.cpu().split(sizes)
     # clone: a piece of the flat buffer may start where its dtype is not aligned
     return [p.clone().view(dtype).reshape(shape) for p, dtype, shape in zip(pieces, dtypes, shapes, strict=True)]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a parameter on this rank is a part of."""
+
+    rule: Rule
+    names: tuple[str, ...]  # Hugging Face tensors
+    index: int
+    of: int
+
+
+def shards_of(model: list[torch.nn.Module], arch: Architecture) -> dict[torch.Tensor, Shard]:
+    """This rank's parameters. A collective call."""
+    place, found = _Placement(arch, model), {}
+    for (pattern, layer, expert), parameter in place.local.items():
+        rule = place.rules[pattern]
+        size, rank = place.shard_of_this_rank(rule) if rule.axis is not None else (1, 0)
+        found[parameter] = Shard(rule, hf_names(rule, layer, expert), rank, size)
+    return found
 
 
 class _Placement:
