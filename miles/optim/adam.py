@@ -76,8 +76,3 @@ class StreamedAdam(torch.optim.Optimizer):
     def parameters(self) -> list[torch.Tensor]:
         """In the order in which their elements lie in the store."""
         return [p for p, _ in self._tensors]
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Hyperparameters and step counters; the state comes by `replace`."""
-        super().load_state_dict({**state_dict, "state": {}})
-        self._tensors = [(p, group) for group in self.param_groups for p in group["params"]]

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from miles.core import EnvironmentFault
 from miles.optim import is_saved
 from miles.trainer.model import PolicyModel
-from miles.trainer.streamed import begin_saving, hyperparameters, is_streamed, restore
+from miles.trainer.streamed import begin_saving, is_streamed, restore
 
 METADATA_FILES = (".metadata", "metadata.json")
 METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
@@ -133,9 +133,13 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
     with _plain_objects_only():
         state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True, own_files=streamed), str(folder))
     model.chunks[0].module.load_state_dict(state["model"])
-    optimizer.load_state_dict(state["optimizer"])
+    for group in optimizer.param_groups:
+        group["step"] = state["optimizer_step"]
     if streamed:
         restore(folder, optimizer, model.chunks, model.arch)
+    else:
+        for i, part in enumerate(optimizer.chained_optimizers):
+            part.load_parameter_state_from_fully_reshardable(state["optimizer"][i])
     torch.set_rng_state(state["rng"]["torch"])
     get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
 
@@ -143,9 +147,12 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
 def _state(model: PolicyModel, optimizer, metadata: dict, *, loading: bool, own_files: bool) -> dict:
     """`own_files`: tensors of the optimizer are in files beside these (miles.trainer.streamed)."""
     weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
+    tensors = {} if own_files else {
+        "optimizer": {i: part.sharded_param_state_fully_reshardable(weights, loading, metadata) for i, part in enumerate(optimizer.chained_optimizers)}}
     return {
-        "model": weights,
-        "optimizer": hyperparameters(optimizer) if own_files else optimizer.sharded_state_dict(weights, is_loading=loading, metadata=metadata),
+        "model": weights, **tensors,
+        # Of the groups of parameters the step counter alone: rates are those of the configuration, and which groups there are depends on the layout.
+        "optimizer_step": max(int(group.get("step") or 0) for group in optimizer.param_groups),
         "rng": ShardedObject("rng", {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()},
                              (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
     }

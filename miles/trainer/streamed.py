@@ -32,11 +32,10 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
     def _set_main_param_and_optimizer_states(self, model_param, tensors):
         self._loaded[_main(self, model_param)] = [tensors[name].view(-1) for name in ("param", "exp_avg", "exp_avg_sq")]
 
-    def load_state_dict(self, state_dict):
+    def load_parameter_state_from_fully_reshardable(self, state_dict):
         self._loaded: dict[torch.Tensor, list[torch.Tensor]] = {}
-        super().load_state_dict(state_dict)
-        if self._loaded:
-            self.optimizer.replace(lambda p, start, n: [t[start:start + n] for t in self._loaded[p]])
+        super().load_parameter_state_from_fully_reshardable(state_dict)
+        self.optimizer.replace(lambda p, start, n: [t[start:start + n] for t in self._loaded[p]])
         del self._loaded
 
 
@@ -59,12 +58,6 @@ def is_streamed(optimizer) -> bool:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------------
-def hyperparameters(optimizer):
-    """What a checkpoint holds of an optimizer beside tensors: groups of parameters with their rates and step counters, as megatron names them."""
-    found = optimizer.state_dict()
-    return dict(enumerate(found)) if isinstance(found, list) else found
-
-
 def begin_saving(folder: Path, optimizer, chunks: list, arch: Architecture) -> Callable[[], list[Path]]:
     """Collective. Take snapshots now; what is returned copies them into `folder`, beside training, and says which files these are."""
     shards, rank, copies = shards_of(chunks, arch), dist.get_rank(), []
