@@ -3,9 +3,10 @@
 
 Input: groups of 8 trajectories of 4,096 tokens with routes of 24 layers x top-8 of 128 experts, uniform (1,000 groups; --quick: 16).
 
-put + get       a group goes the way of a run: 8 parts, sealed, taken, read back whole, trained. Baseline: the same stored bytes written to one file, with
-                the same number of fsyncs, in turns with it. Both in MB of stored bytes a second. Once with the codec of the routes, which is
-                processor time and in a run spread over all ranks, and once with a codec that remembers its results
+put + get       a group goes the way of a run: one process writes 8 parts and seals them, while another takes the groups that are ready, reads them back
+                whole and closes them. Baseline: the same stored bytes written to one file, with the same number of fsyncs, in turns with it, every
+                32 groups. Both in MB of stored bytes a second. Once with the codec of the routes, which is processor time and in a run spread over
+                all ranks, and once with a codec that remembers its results
 metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
                 child that puts, takes, reads, trains and retires steps of 8 groups, with one rollout process; of 3 steps less those of 1. The 256 folders of
                 groups are there, as soon in a run
@@ -46,6 +47,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
 WRITERS = 16
 STEP = 8  # groups
+ROUND = 32  # groups between two turns of the baseline
 CALLS = "open,openat,creat,stat,lstat,newfstatat,statx,access,rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
 
 
@@ -152,26 +154,49 @@ def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
     return time.perf_counter() - start
 
 
+def produce(both: Both, made: list[Trajectory], groups: range, pipe) -> None:
+    """The rollout's end, in a process of its own as in a run: says when each group is ready, and in the end how many fsyncs that took."""
+    pipe.recv()
+    with counting_fsyncs() as fsyncs:
+        for group in groups:
+            both.put(group, made)
+            pipe.send(group)
+    pipe.send(fsyncs[0])
+
+
+def consume(both: Both, count: int, pipe) -> None:
+    """The trainer's end: each group that is ready is taken, read back whole, and trained."""
+    for _ in range(count):
+        pipe.recv()
+        (taken,) = both.take()
+        read_group(both.run.buffer_dir, taken)
+        both.close([taken])
+
+
 def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
     """(MB/s of the buffer, of plain files) in stored bytes."""
-    both, made = Both(make_run(folder)), samples()
-    put_get, plain, stored = [], [], 0
-    for group in range(groups + 1):
+    both, made, context = Both(make_run(folder)), samples(), multiprocessing.get_context("fork")
+    both.put(0, made)  # compiles
+    both.close([read_group(both.run.buffer_dir, g).group_id for g in both.take()])
+    seconds, plain, stored = 0.0, 0.0, 0
+    for first in range(1, groups + 1, ROUND):
+        part = range(first, min(first + ROUND, groups + 1))
+        pipe, other = context.Pipe()
+        producer = context.Process(target=produce, args=(both, made, part, other))
+        producer.start()
+        other.close()
         with counting_fsyncs() as fsyncs:
             start = time.perf_counter()
-            both.put(group, made)
-            (taken,) = both.take()
-            read_group(both.run.buffer_dir, taken)
-            both.close([taken])
-            seconds = time.perf_counter() - start
-        data = stored_bytes(both.run, group)
-        other = plain_seconds(folder / "plain", data, fsyncs[0])
+            pipe.send("begin")
+            consume(both, len(part), pipe)
+            seconds += time.perf_counter() - start
+        fsyncs = fsyncs[0] + pipe.recv()
+        producer.join()
+        data = b"".join(stored_bytes(both.run, group) for group in part)
+        plain += plain_seconds(folder / "plain", data, fsyncs)
+        stored += len(data)
         both.queue.retire(both.step)
-        if group:  # the first one compiles
-            put_get.append(seconds)
-            plain.append(other)
-            stored += len(data)
-    return stored / 1e6 / sum(put_get), stored / 1e6 / sum(plain)
+    return stored / 1e6 / seconds, stored / 1e6 / plain
 
 
 def bandwidth(folder: Path, groups: int) -> list[dict]:
