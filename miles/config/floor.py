@@ -13,9 +13,9 @@ from typing import Any
 from miles.config.memory import (
     GRADIENT_BYTES,
     engine_model_gb,
-    rank_parameters,
     stage_layers,
     streamed_gb,
+    trained_parameters,
 )
 from miles.config.schema import MilesConfig, SiteConfig
 from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_shape
@@ -100,7 +100,11 @@ def step_floor(config: MilesConfig, site: SiteConfig, tokens: int | None = None,
 def _compute(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...], trajectories: int, tokens: int) -> tuple[Term, Term]:
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     passes = PASSES[config.trainer.recompute]
-    work = [passes * trajectories * tokens * stage_flops(shape, layers, tokens, last=s == lay.pp - 1) for s, layers in enumerate(stages)]
+    work = []
+    for s, layers in enumerate(stages):
+        forward = stage_flops(shape, layers, tokens, last=s == lay.pp - 1)
+        untrained = sum(_index_flops(shape, shape.layers[i], tokens) for i in layers)  # backward, which counts two passes, leaves the sparse index out
+        work.append(trajectories * tokens * (passes * forward - 2 * untrained))
     slowest = max(work) / (ranks / lay.pp) / 1e12
     copies = ranks // (lay.tp * lay.pp * lay.cp)
     microbatches = max(1, math.ceil(trajectories / copies * tokens / (config.trainer.max_tokens_per_microbatch * lay.cp)))
@@ -121,9 +125,13 @@ def stage_flops(shape: ModelShape, layers: range, tokens: int, *, last: bool) ->
 
 def _layer_flops(shape: ModelShape, layer: LayerShape, tokens: int) -> float:
     routed = shape.top_k * layer.expert if layer.experts else 0
-    weights, keys = layer.attention + layer.mlp + layer.replicated + routed, tokens / 2
-    index = keys * shape.index_width if shape.sparse and layer.indexes else 0
-    return 2 * (weights + index + (min(keys, shape.index_topk) if shape.sparse else keys) * shape.score_width)
+    weights, keys = layer.attention + layer.mlp + layer.replicated - layer.frozen + routed, tokens / 2
+    return _index_flops(shape, layer, tokens) + 2 * (weights + (min(keys, shape.index_topk) if shape.sparse else keys) * shape.score_width)
+
+
+def _index_flops(shape: ModelShape, layer: LayerShape, tokens: int) -> float:
+    """Of the sparse index of one token: the indexer's weights, and its scores of the keys that the token sees."""
+    return 2 * (layer.frozen + tokens / 2 * shape.index_width) if shape.sparse and layer.indexes else 0.0
 
 
 # -- everything that moves -----------------------------------------------------------------------------------------------------
@@ -131,7 +139,7 @@ def _exchange(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: 
     """Reduce-scatter of gradients and all-gather of updated parameters: (n - 1) / n of them cross the wire of each of n ranks."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     replicas = ranks // (lay.tp * lay.pp), ranks // (lay.etp * lay.ep * lay.pp)
-    moved = max(sum(count * (1 - 1 / n) for count, n in zip(rank_parameters(config, shape, s, layers), replicas, strict=True))
+    moved = max(sum(count * (1 - 1 / n) for count, n in zip(trained_parameters(config, shape, s, layers), replicas, strict=True))
                 for s, layers in enumerate(stages))
     a_node = moved * config.cluster.trainer.ranks_per_node / 1e9
     note = f"of a node's {config.cluster.trainer.ranks_per_node} ranks; over {replicas[0]} replicas (experts: {replicas[1]})"

@@ -169,12 +169,10 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
             notes.append(
                 "the engine's KV cache cannot hold all its sessions at their limit at once: SGLang then queues or retracts requests"
             )
-    if shape.sparse and config.trainer.layout.cp > 1:
-        notes.append(
-            "sparse attention under context parallelism needs contiguous sequence slices (all-gathered keys), not the zigzag split"
-        )
+    if shape.sparse:
+        notes.append("the indexer of sparse attention stays as it is in model.path: it has neither gradients nor optimizer state")
     if shape.draft:
-        notes.append(f"the {len(shape.draft)} draft (multi-token prediction) layer is served by a speculating engine and not trained")
+        notes.append(f"the {len(shape.draft)} draft (multi-token prediction) layer is served by a speculating engine, from its model folder, and not trained")
     return Plan(shape.total, site.gpu_memory_gb, resident, plans, engine, disk, tuple(problems), tuple(notes))
 
 
@@ -249,6 +247,12 @@ def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: 
     return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
 
 
+def trained_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
+    """Those of `rank_parameters` that have gradients and optimizer state."""
+    dense, experts = rank_parameters(config, shape, stage, layers)
+    return dense - sum(shape.layers[i].frozen for i in layers), experts
+
+
 def _resident_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
     """Optimizer state of one rank in memory: fp32 training has no second fp32 copy of the parameters."""
     return (STATE_BYTES - (4 if config.model.trainer_precision == "fp32" else 0)) * _rank_shard(config, shape, stage, layers) / GB
@@ -263,7 +267,7 @@ def _rank_shard(config: MilesConfig, shape: ModelShape, stage: int, layers: rang
     """Parameters whose optimizer state one rank has: dense parts are divided over the data- and context-parallel ranks, experts over the
     expert-data-parallel ones."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
-    dense, experts = rank_parameters(config, shape, stage, layers)
+    dense, experts = trained_parameters(config, shape, stage, layers)
     return dense / (ranks / (lay.tp * lay.pp)) + experts / (ranks / (lay.etp * lay.ep * lay.pp))
 
 
@@ -280,8 +284,8 @@ def _offloaded_gb(stage: StagePlan) -> float:
 
 def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, stays: Item | None = None) -> StagePlan:
     """`stays`: what else is on the GPU."""
-    dense, experts = rank_parameters(config, shape, stage, layers)
-    count = dense + experts
+    count = sum(rank_parameters(config, shape, stage, layers))
+    trained = sum(trained_parameters(config, shape, stage, layers))
     streamed = config.trainer.optimizer.state == "stream"
     state = (
         Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk")
@@ -295,7 +299,7 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, st
         count,
         (
             Item("weights", count * TRAINER_BYTES[config.model.trainer_precision] / GB),
-            Item("gradients", count * GRADIENT_BYTES / GB, "accumulated in fp32"),
+            Item("gradients", trained * GRADIENT_BYTES / GB, "accumulated in fp32"),
             state,
             Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
             Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
@@ -307,14 +311,16 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, st
 def activations_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
     """Estimate of a rank's peak activations, GB: inputs kept per layer and micro-batch in flight (1F1B: pp - stage of them), one layer's
     forward and backward, and on the last stage the logits (fp32 value, softmax, gradient). With full recomputation only the layer
-    inputs are kept. Tokens of the layer inputs and of the dispatch are divided by tp (sequence parallelism)."""
+    inputs are kept. Tokens of the layer inputs and of the dispatch are divided by tp (sequence parallelism). A sparse index (int32, the keys picked for
+    each token, the same on all tp ranks) is kept from forward to backward."""
     lay, tokens = config.trainer.layout, config.trainer.max_tokens_per_microbatch
     width = 4 if config.model.trainer_precision == "fp32" else 2
     share = tokens / lay.tp
     works = [width * _layer_elements(shape, shape.layers[i], share, lay.etp) for i in layers]
     kept = [share * shape.hidden * width] * len(works) if config.trainer.recompute == "full" else works
     logits = tokens * shape.vocab / lay.tp * 12 if stage == lay.pp - 1 else 0
-    return (sum(kept) * (lay.pp - stage) + max(2 * max(works), logits)) / GB
+    picked = 4 * tokens * shape.index_topk * sum(shape.layers[i].indexes for i in layers)
+    return ((sum(kept) + picked) * (lay.pp - stage) + max(2 * max(works), logits)) / GB
 
 
 def _layer_elements(shape: ModelShape, layer: LayerShape, share: float, etp: int) -> float:

@@ -29,6 +29,7 @@ class LayerShape:
     experts: int  # routed experts, 0 in a dense layer
     expert: int  # parameters of one routed expert
     indexes: bool  # computes a sparse-attention index (True in every layer of a model without shared indexes)
+    frozen: int  # of `replicated`, what is held and not trained: the indexer
 
     @property
     def total(self) -> int:
@@ -65,7 +66,7 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        """Parameters that are trained (the draft layers are not)."""
+        """Parameters that the trainer holds (without the draft layers)."""
         return sum(layer.total for layer in self.layers) + self.embedding + self.head + self.hidden
 
 
@@ -139,14 +140,16 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
 
     def layer(is_moe: bool, has_index: bool, extra: int = 0) -> LayerShape:
         router = experts * h + (experts if family not in ("qwen3_moe",) else 0) if is_moe else 0  # weight, and the score-correction bias
+        frozen = indexer if has_index else 0
         mlp = 3 * h * expert_ffn * (hf.get("n_shared_experts") or 0) if is_moe else 3 * h * ffn
         return LayerShape(
             split,
             mlp,
-            repeated + 2 * h + router + (indexer if has_index else 0) + extra,
+            repeated + 2 * h + router + frozen + extra,
             experts if is_moe else 0,
             expert if is_moe else 0,
             has_index,
+            frozen,
         )
 
     moe = _moe_layers(hf, experts, n)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import miles.platform
+from miles.core import EnvironmentFault
 
 PLATFORM = miles.platform.activate()
 
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402  (after activate)
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # noqa: E402  (after activate)
+    get_transformer_block_with_experimental_attention_variant_spec,
+)
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
@@ -14,11 +20,29 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 def layer_spec(config) -> TransformerBlockSubmodules:
     """The specification of the layers of this pipeline stage for a megatron-core TransformerConfig (dense and MoE layers mixed as it says)."""
     on_gpu = PLATFORM.name == "cuda"
+    if config.experimental_attention_variant == "dsa":
+        if not on_gpu:
+            import miles.platform.cpu_sparse  # noqa: F401  (late: CPU only)
+
+        return get_transformer_block_with_experimental_attention_variant_spec(config)
     block = get_gpt_decoder_block_spec(config, use_transformer_engine=on_gpu, normalization=config.normalization)
     if not on_gpu:
         for layer in block.layer_specs:
             _use_cpu_attention(layer)
     return block
+
+
+def sparse_kernels() -> str:
+    """megatron-core's `dsa_kernel_backend` on this machine.
+
+    Raises EnvironmentFault: a GPU without the kernels. The plain code holds a score for each pair of tokens and each head: at 65,536 tokens more than a GPU has.
+    """
+    if PLATFORM.name != "cuda":
+        return "none"
+    if importlib.util.find_spec("tilelang") is None:
+        raise EnvironmentFault("tilelang is not installed, and the model has sparse attention", "tilelang, with which megatron-core compiles its kernels for it",
+                               "pip install tilelang on the trainer's nodes (docs/gpu.md)")
+    return "tilelang"
 
 
 def _use_cpu_attention(layer: ModuleSpec) -> None:

@@ -14,13 +14,14 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 import miles.platform
 from miles.config.schema import LayoutConfig, OptimizerConfig
 from miles.core import ConfigError, Layout
-from miles.platform.layers import layer_spec
+from miles.platform.layers import layer_spec, sparse_kernels
 from miles.trainer.streamed import stream
-from miles.weights.mapping import Architecture, load_hf, read_architecture
+from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture
 from miles.weights.mapping.tables import padded_vocab
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -62,6 +63,9 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
         model = model.to(platform.device)
     if config.bf16:
         model = Float16Module(config, model)
+    for name, parameter in model.named_parameters():
+        if ".indexer." in name:  # which keys are picked has no gradient: the index stays as it was loaded, and has neither gradients nor optimizer state
+            parameter.requires_grad_(False)
     if load:
         load_hf([model], folder, arch)
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
@@ -120,7 +124,7 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
     kind, latent = TransformerConfig, {}
     if arch.latent:
         kind, latent = MLATransformerConfig, _latent_attention(arch)
-    return kind(
+    config = kind(
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn, num_attention_heads=arch.heads, num_query_groups=arch.groups,
         kv_channels=arch.head_dim, normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm or bool(arch.latent), attention_dropout=0.0, hidden_dropout=0.0,
@@ -133,6 +137,19 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
         calculate_per_token_loss=True,  # gradients are summed, never averaged: the loss already carries the weight of each token
         **moe, **full, **uneven, **latent,
     )
+    if arch.sparse:
+        _check_stages(arch, config)
+    return config
+
+
+def _check_stages(arch: Architecture, config: TransformerConfig) -> None:
+    """On every rank alike: one that stops alone leaves the others waiting."""
+    for stage in range(config.pipeline_model_parallel_size):
+        first = get_transformer_layer_offset(config, pp_rank=stage)
+        if not arch.sparse.computes(first):
+            raise ConfigError(f"trainer.layout: pipeline stage {stage + 1} starts on layer {first + 1}, which uses the sparse index of a layer before it",
+                              f"a start on one of the layers {', '.join(str(i + 1) for i in arch.index_layers)}",
+                              "set trainer.layout.first_stage_layers / last_stage_layers")
 
 
 def _latent_attention(arch: Architecture) -> dict:
@@ -142,8 +159,20 @@ def _latent_attention(arch: Architecture) -> dict:
     if y:
         stretched = {"rope_type": "yarn", "rotary_scaling_factor": y.factor, "original_max_position_embeddings": y.original_context,
                      "beta_fast": y.beta_fast, "beta_slow": y.beta_slow, "mscale": y.mscale, "mscale_all_dim": y.mscale_all_dim}
+    sparse = _sparse_attention(arch.sparse) if arch.sparse else {}
     return {"multi_latent_attention": True, "q_lora_rank": a.query_rank, "kv_lora_rank": a.kv_rank, "qk_head_dim": a.plain_dim,
-            "qk_pos_emb_head_dim": a.rope_dim, "v_head_dim": a.value_dim, "rotary_base": arch.rope_theta, **stretched}
+            "qk_pos_emb_head_dim": a.rope_dim, "v_head_dim": a.value_dim, "rotary_base": arch.rope_theta, **stretched, **sparse}
+
+
+def _sparse_attention(s: SparseIndex) -> dict:
+    return {
+        "experimental_attention_variant": "dsa", "dsa_indexer_n_heads": s.heads, "dsa_indexer_head_dim": s.head_dim, "dsa_indexer_topk": s.top_k,
+        "dsa_indexer_topk_freq": s.frequency, "dsa_indexer_skip_topk_offset": s.offset, "dsa_indexer_rope_interleaved": True,
+        "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_loss_coeff": 0.0,
+        "dsa_indexer_rotate_activation": False,  # a rotation of queries and keys alike, which changes no score; engines want it before they round to fp8
+        "dsa_kernel_backend": sparse_kernels(),
+        "cp_comm_type": "allgather",  # each rank has all keys
+    }
 
 
 def _check(arch: Architecture, layout: Layout, precision: str) -> None:

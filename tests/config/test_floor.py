@@ -4,7 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from test_memory import SMALL, glm, small
+from test_memory import INDEXER, SMALL, SPARSE, glm, small
 
 from miles.cli.main import main
 from miles.config.floor import step_floor
@@ -15,8 +15,8 @@ SITE = SiteConfig(gpu_tflops=1e-6, node_disk_gb_s=1e-6, node_network_gb_s=1e-6, 
 STEP = ("trainer.groups_per_step=2", "rollout.group_size=4", "rollout.in_flight=8", "trainer.max_tokens_per_microbatch=640")
 
 
-def seconds(config, tokens=100, density=0.5):
-    return {t.name: t.seconds for t in step_floor(config, SITE, tokens, density, SMALL).terms}
+def seconds(config, tokens=100, density=0.5, model=SMALL):
+    return {t.name: t.seconds for t in step_floor(config, SITE, tokens, density, model).terms}
 
 
 def test_compute_is_that_of_the_slowest_stage_and_its_pipeline_fills_once():
@@ -28,6 +28,15 @@ def test_compute_is_that_of_the_slowest_stage_and_its_pipeline_fills_once():
     assert found["pipeline bubble"] == pytest.approx(found["compute"] / 2)  # 800 tokens are two micro-batches of at most 640
     again = seconds(small(*STEP, "trainer.recompute=full"))
     assert again["compute"] == pytest.approx(found["compute"] * 4 / 3)
+
+
+def test_a_sparse_index_is_computed_in_the_forward_pass_alone():
+    # attention 3 x 2 x 4 + 4 x 2 x 6 + 2 x 4 x 8 = 136 up and out, 8 x 3 + 3 + 8 x 6 + 4 = 79 down; 5 of the 50 keys seen are picked, 2 x (4 + 4) each
+    layout = ("trainer.layout.tp=1", "trainer.layout.pp=1")
+    dense, moe = 136 + 79 + 16 + 384, 136 + 79 + 16 + 144 + 36 + 2 * 144
+    index = 3 * (INDEXER + 50 * 8)  # each key seen is scored by 2 heads of 4
+    rest = dense + 3 * moe + 4 * 5 * 16 + 8 * 32
+    assert seconds(small(*STEP, *layout), model=SPARSE)["compute"] == pytest.approx(8 * 100 * 2 * (3 * rest + index) / 4 / 1e6)
 
 
 def test_gradients_parameters_and_state_move_once_over_their_own_replicas():

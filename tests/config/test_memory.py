@@ -70,6 +70,29 @@ def test_a_small_layout_worked_by_hand():
     assert [items(s)["optimizer"] for s in plan.stages] == [12 * 1004, 12 * 1216]
 
 
+# the same with latent attention and a sparse index in layers 1, 2 and 4: 2 heads of 4, 5 keys of a token
+SPARSE = SMALL | {"model_type": "glm_moe_dsa", "q_lora_rank": 3, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 4,
+                  "index_n_heads": 2, "index_head_dim": 4, "index_topk": 5, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+INDEXER = 3 * 8 + 8 * 4 + 2 * 4 + 8 * 2  # queries, key and its norm, weights of the heads
+
+
+def test_an_indexer_has_neither_gradients_nor_optimizer_state():
+    plan = draft_plan(small("trainer.layout.first_stage_layers=3"), SiteConfig(), SPARSE)
+    assert [(s.first_layer, s.last_layer) for s in plan.stages] == [(1, 3), (4, 4)]
+    for stage, computing in zip(plan.stages, (2, 1), strict=True):
+        trained = stage.parameters - computing * INDEXER
+        assert items(stage)["weights"] == 2 * stage.parameters
+        assert (items(stage)["gradients"], items(stage)["optimizer"]) == (4 * trained, 12 * trained)
+
+
+def test_the_keys_that_an_index_picked_are_kept_until_the_backward_pass():
+    def activations(top_k):
+        return items(draft_plan(small("trainer.layout.first_stage_layers=3", "trainer.max_tokens_per_microbatch=1000", "rollout.max_session_tokens=640"),
+                                SiteConfig(), SPARSE | {"index_topk": top_k}).stages[0])["activations"]
+
+    assert activations(105) - activations(5) == 2 * 2 * 4 * 1000 * 100  # two layers that compute one, two micro-batches in flight, int32
+
+
 def test_optimizer_state_is_divided_over_the_data_parallel_ranks_of_each_part():
     # tp 1, pp 1, ep 2 on 4 ranks: dense state over 4 ranks, experts over 2
     plan = draft_plan(small("trainer.layout.tp=1", "trainer.layout.pp=1"), SiteConfig(), SMALL)
@@ -124,7 +147,7 @@ def test_the_744b_job_does_not_fit_80_gb_gpus_and_a_small_disk():
     config, _ = glm()
     with pytest.raises(ConfigError, match="the site's GPUs have 80 GB"):
         memory_plan(config, load_site("configs/sites/h100.toml"))
-    with pytest.raises(ConfigError, match="needs 3578 GB of disk a trainer node, the site has node_disk_gb = 1000"):
+    with pytest.raises(ConfigError, match="needs 3576 GB of disk a trainer node, the site has node_disk_gb = 1000"):
         memory_plan(config, SiteConfig(gpu_memory_gb=279, node_disk_gb=1000))
 
 

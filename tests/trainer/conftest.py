@@ -1,7 +1,7 @@
 import pytest
 import tiny_models
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "glm_moe_dsa")
 
 
 @pytest.fixture(scope="session")

@@ -5,6 +5,7 @@ import resource
 from types import SimpleNamespace
 
 import pytest
+import torch
 import worlds
 
 from miles.config import load_config
@@ -25,6 +26,19 @@ def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, precision, s
 def test_tied_embeddings_are_resumed_too(world, models, tmp_path):
     result = worlds.checkpoint_resume(models["llama"], str(tmp_path / "c"), {}, None)
     assert result["resumed"] == result["went_on"]
+
+
+def test_a_checkpoint_has_the_parameters_that_are_not_trained_too(world, models, tmp_path):
+    step = worlds.build(models["glm_moe_dsa"], {})
+    index = {name: p for name, p in step.model.chunks[0].named_parameters() if not p.requires_grad}
+    before = {name: p.detach().clone() for name, p in index.items()}
+    saving = begin_checkpoint(tmp_path, step.model, step.optimizer)
+    saving.wait()
+    saving.finish()
+    for p in index.values():
+        p.zero_()
+    load_checkpoint(tmp_path, step.model, step.optimizer)
+    assert len(index) == 15 and all(torch.equal(p, before[name]) for name, p in index.items())
 
 
 def test_a_disk_that_takes_no_more_is_an_environment_fault(world, models, tmp_path):

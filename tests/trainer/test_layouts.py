@@ -10,6 +10,9 @@ SEQUENCES = {"name": "gspo", "proximal": "rollout", "reduction": "sequence", "cl
 PRODUCTS = {"importance_level": "sequence", "importance_high": 1e6, "reduction": "constant"}
 LATENT_ROUTES = [1, 2, 8]  # the first layer is dense
 LATENT_LAYOUTS = {"tp2": {"tp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp": 2}, "cp2": {"cp": 2}}
+SPARSE_ROUTES = [3, 2, 8]
+SPARSE_LAYOUTS = {**LATENT_LAYOUTS, "ep2": {"ep": 2}}
+INDEXED = {"first_stage_layers": 3}  # of four layers the third uses the index of the second: the second stage starts on the fourth
 DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
@@ -29,6 +32,11 @@ def results(models, tmp_path_factory):
     for name, layout in LATENT_LAYOUTS.items():
         jobs[f"latent {name}"] = Job(worlds.run_steps, layout, (models["deepseek_v3"], {"replay": True}, layout, 2, 6, LATENT_ROUTES))
         jobs[f"roundtrip latent {name}"] = Job(worlds.roundtrip, layout, (models["deepseek_v3"], layout, 20_000))
+    for name, layout in SPARSE_LAYOUTS.items():
+        stages = INDEXED if name == "pp2" else None
+        options = {"replay": True, "recompute": "full" if name == "pp2" else "none", "stages": stages}
+        jobs[f"sparse {name}"] = Job(worlds.run_steps, layout, (models["glm_moe_dsa"], options, layout, 2, 6, SPARSE_ROUTES))
+        jobs[f"roundtrip sparse {name}"] = Job(worlds.roundtrip, layout, (models["glm_moe_dsa"], layout, 20_000, stages))
     for name, algorithm in (("gspo", SEQUENCES), ("products", PRODUCTS)):
         jobs[f"{name} cp2"] = Job(worlds.run_steps, {"cp": 2}, (moe, {"replay": True, "algorithm": algorithm}, {"cp": 2}, 2, 6, ROUTES))
     for reduction in ("token", "sequence"):
@@ -39,6 +47,9 @@ def results(models, tmp_path_factory):
     jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
     jobs["resume latent"] = Job(worlds.checkpoint_resume, {"ep": 2}, (models["deepseek_v3"], str(checkpoints / "latent"), {"ep": 2}, LATENT_ROUTES))
     jobs["reshard latent"] = Job(worlds.resume_from, {"tp": 2}, (models["deepseek_v3"], str(checkpoints / "latent"), {"tp": 2}, LATENT_ROUTES))
+    sparse = models["glm_moe_dsa"]
+    jobs["resume sparse"] = Job(worlds.checkpoint_resume, {"ep": 2}, (sparse, str(checkpoints / "sparse"), {"ep": 2}, SPARSE_ROUTES))
+    jobs["reshard sparse"] = Job(worlds.resume_from, {"tp": 2}, (sparse, str(checkpoints / "sparse"), {"tp": 2}, SPARSE_ROUTES))
     return dict(zip(jobs, launch(list(jobs.values()), ranks=2), strict=True))
 
 
@@ -47,6 +58,7 @@ def alone(world, models):
     return {"moe": worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 6, ROUTES),
             "dense": worlds.run_steps(models["llama"], {}, {}, 2, 6, None),
             "latent": worlds.run_steps(models["deepseek_v3"], {"replay": True}, {}, 2, 6, LATENT_ROUTES),
+            "sparse": worlds.run_steps(models["glm_moe_dsa"], {"replay": True}, {}, 2, 6, SPARSE_ROUTES),
             "gspo": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": SEQUENCES}, {}, 2, 6, ROUTES),
             "products": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": PRODUCTS}, {}, 2, 6, ROUTES)}
 
@@ -58,6 +70,7 @@ def test_a_rank_without_sequences_takes_part(results, world, models):
 
 
 CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS] + [("latent", name) for name in LATENT_LAYOUTS]
+CASES += [("sparse", name) for name in SPARSE_LAYOUTS]
 CUT = [("gspo", "cp2"), ("products", "cp2")]  # sequences whose tokens lie on two ranks
 
 
@@ -65,11 +78,22 @@ CUT = [("gspo", "cp2"), ("products", "cp2")]  # sequences whose tokens lie on tw
 def test_loss_gradient_norm_and_figures_equal_one_rank(results, alone, kind, name):
     # the second step also sees the parameters that the first one left
     for rank in results[f"{kind} {name}"]:
-        for got, want in zip(rank, alone[kind], strict=True):
-            for key in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess"):
-                assert got[key] == pytest.approx(want[key], rel=2e-5), key
-            for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
-                assert got[key] == want[key], key
+        assert_equal_steps(rank, alone[kind])
+
+
+def assert_equal_steps(steps, wanted):
+    for got, want in zip(steps, wanted, strict=True):
+        for key in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess"):
+            assert got[key] == pytest.approx(want[key], rel=2e-5), key
+        for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
+            assert got[key] == want[key], key
+
+
+def test_tensor_and_context_parallelism_of_sparse_attention_together(alone, models):
+    layout = {"tp": 2, "cp": 2, "ep": 2}
+    [ranks] = launch([Job(worlds.run_steps, layout, (models["glm_moe_dsa"], {"replay": True}, layout, 2, 6, SPARSE_ROUTES))], ranks=4)
+    for rank in ranks:
+        assert_equal_steps(rank, alone["sparse"])
 
 
 @pytest.mark.parametrize("reduction", ["token", "sequence"])
@@ -87,11 +111,11 @@ def test_leaves_of_one_rollout_on_different_ranks_train_what_one_sequence_trains
 def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
     leader, other = results[f"roundtrip {kind} {name}"]
     assert leader == {"names": leader["names"], "repeated": 0, "missing": [], "unknown": [], "different": []}
-    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57, "latent": 53}[kind]
+    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57, "latent": 53, "sparse": 144}[kind]
     assert other == {"names": 0}
 
 
-@pytest.mark.parametrize(("model", "tensors"), [("", 69), (" latent", 53)])
+@pytest.mark.parametrize(("model", "tensors"), [("", 69), (" latent", 53), (" sparse", 144)])
 def test_a_resumed_run_goes_on_bit_for_bit(results, model, tensors):
     resumed = results[f"resume{model}"]
     for rank in resumed:
@@ -101,7 +125,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(results, model, tensors):
     assert resumed[0]["different"] == []
 
 
-@pytest.mark.parametrize("model", ["", " latent"])
+@pytest.mark.parametrize("model", ["", " latent", " sparse"])
 def test_a_checkpoint_goes_on_under_another_layout(results, model):
     for got, want in zip(results[f"reshard{model}"][0], results[f"resume{model}"][0]["went_on"], strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)

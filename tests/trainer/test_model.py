@@ -1,14 +1,20 @@
 """The megatron-core model is the Hugging Face model: log-probabilities of every family, packed or not, at a temperature, under replay."""
 
+import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import worlds
+from safetensors.torch import load_file, save_file
 
-from miles.core import StructureError
+from miles.config.schema import LayoutConfig
+from miles.core import ConfigError, Layout, StructureError
 from miles.trainer.logprob import token_logprobs
+from miles.trainer.model import transformer_config
+from miles.weights.mapping import read_architecture
 
 ROUTES = (2, 2, 8)  # MoE layers, K, experts of the tiny Qwen3-MoE
 
@@ -34,11 +40,73 @@ def largest_difference(ours, theirs):
     return max(float((torch.tensor(a) - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "deepseek_v3_yarn", "glm_moe_dsa"])
 def test_logprobs_equal_hugging_face_in_packed_batches(world, models, family):
     batch = worlds.sequences(6, 3)
     ours = worlds.logprobs_of(worlds.build(models[family], {}), batch)
     assert largest_difference(ours, hf_logprobs(hugging_face(models[family]), batch)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])
+def test_gradients_equal_hugging_face(world, models, family):
+    batch = worlds.sequences(6, 13)
+    step = worlds.build(models[family], {})
+    inner = step._loss
+
+    def sum_of_logprobs(chosen, sequences, logprobs):
+        _, counted, figures = inner(chosen, sequences, logprobs)
+        return logprobs.sum(), counted, figures
+
+    step._loss = sum_of_logprobs
+    hf = hugging_face(models[family])
+    for s in batch:
+        tokens = torch.from_numpy(s.tokens.astype(np.int64))
+        logprobs = torch.log_softmax(hf(tokens[None]).logits[0].float(), -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        logprobs[torch.from_numpy(s.loss_mask[1:]).bool()].sum().backward()
+    squares = [float(p.grad.double().square().sum()) for p in hf.parameters() if p.grad is not None]
+    assert step.run(batch, number=0).grad_norm == pytest.approx(sum(squares) ** 0.5, rel=1e-5)
+
+
+def with_config(folder, target, **changes):
+    """A copy of a model folder with other values in its config.json."""
+    shutil.copytree(folder, target)
+    path = target / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    return str(target)
+
+
+@pytest.mark.parametrize("top_k", [1, 5, 500])
+def test_each_token_attends_to_the_keys_that_its_index_picks(world, models, tmp_path, top_k):
+    batch = worlds.sequences(6, 3)
+    folder = with_config(models["glm_moe_dsa"], tmp_path / "other", index_topk=top_k)
+    ours, theirs = worlds.logprobs_of(worlds.build(folder, {}), batch), hf_logprobs(hugging_face(folder), batch)
+    assert largest_difference(ours, theirs) <= 1e-5
+    # 20 keys of up to 60 tokens: neither as few as 5 nor all
+    assert largest_difference(ours, hf_logprobs(hugging_face(models["glm_moe_dsa"]), batch)) > 0.1
+
+
+def test_a_stage_that_starts_without_an_index_of_its_own_is_refused(models):
+    arch, layout = read_architecture(models["glm_moe_dsa"]), Layout(world=2, pp=2)
+    with pytest.raises(ConfigError, match=r"pipeline stage 2 starts on layer 3, which uses the sparse index of a layer before it[\s\S]*layers 1, 2, 4"):
+        transformer_config(arch, layout, "fp32", "none", True)
+    assert transformer_config(arch, layout, "fp32", "none", True, LayoutConfig(first_stage_layers=3)).dsa_indexer_topk == 20
+
+
+def test_a_step_changes_everything_but_the_index(world, models):
+    step = worlds.build(models["glm_moe_dsa"], {})
+    before = {name: p.detach().clone() for name, p in step.model.chunks[0].named_parameters()}
+    step.run(worlds.sequences(8, 12), number=0)
+    same = {name for name, p in step.model.chunks[0].named_parameters() if torch.equal(p, before[name])}
+    assert same == {name for name in before if ".indexer." in name} and len(same) == 3 * 5
+
+
+def test_draft_layers_of_a_folder_are_neither_loaded_nor_exported(world, models, tmp_path):
+    folder = with_config(models["glm_moe_dsa"], tmp_path / "draft", num_nextn_predict_layers=1)
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    draft = {f"model.layers.4.{name}.weight": torch.ones(64, 128) for name in ("eh_proj", "self_attn.indexer.wk")}
+    save_file({**tensors, **draft}, tmp_path / "draft" / "model.safetensors", metadata={"format": "pt"})
+    result = worlds.roundtrip(folder, {}, 20_000)
+    assert result == {"names": len(tensors), "repeated": 0, "missing": sorted(draft), "unknown": [], "different": []}
 
 
 def test_temperature_divides_the_logits(world, models):
@@ -121,9 +189,10 @@ def test_replayed_experts_are_the_given_ones_in_forward_and_recomputation(world,
         hook.remove()
 
 
-def test_recomputation_does_not_change_the_step(world, models):
-    batch = worlds.sequences(4, 8, routes=ROUTES)
-    results = [worlds.build(models["qwen3_moe"], {}, replay=True, recompute=r).run(batch, number=0) for r in ("none", "full")]
+@pytest.mark.parametrize(("family", "routes"), [("qwen3_moe", ROUTES), ("glm_moe_dsa", (3, 2, 8))])
+def test_recomputation_does_not_change_the_step(world, models, family, routes):
+    batch = worlds.sequences(4, 8, routes=routes)
+    results = [worlds.build(models[family], {}, replay=True, recompute=r).run(batch, number=0) for r in ("none", "full")]
     assert results[0].grad_norm == pytest.approx(results[1].grad_norm, rel=1e-6)
     assert results[0].loss == results[1].loss
 

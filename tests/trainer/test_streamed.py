@@ -5,9 +5,9 @@ import worlds
 from launch import Job, launch
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_parameters_after_three_steps_are_those_of_resident_state(world, models, tmp_path, precision):
-    after = {d: worlds.weights_after(models["qwen3_moe"], {"precision": precision, "state_dir": d}, {}, 3) for d in ("", str(tmp_path))}
+@pytest.mark.parametrize(("family", "precision"), [("qwen3_moe", "fp32"), ("qwen3_moe", "bf16"), ("glm_moe_dsa", "bf16")])
+def test_parameters_after_three_steps_are_those_of_resident_state(world, models, tmp_path, family, precision):
+    after = {d: worlds.weights_after(models[family], {"precision": precision, "state_dir": d}, {}, 3) for d in ("", str(tmp_path))}
     assert after[str(tmp_path)] == after[""]
 
 
@@ -18,10 +18,11 @@ def test_on_two_data_parallel_ranks_too(models, tmp_path):
     assert streamed == resident and len(resident[0]) == 2
 
 
-@pytest.mark.parametrize(("precision", "before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
-def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, precision, before):
+@pytest.mark.parametrize(("family", "precision", "before"), [("qwen3_moe", "fp32", 0), ("qwen3_moe", "fp32", 2), ("qwen3_moe", "bf16", 2), ("glm_moe_dsa", "bf16", 2)])
+def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, family, precision, before):
     (tmp_path / "state").mkdir()
-    result = worlds.checkpoint_resume(models["qwen3_moe"], str(tmp_path / "c"), {}, [2, 2, 8], before, precision, str(tmp_path / "state"))
+    routes = [3 if family == "glm_moe_dsa" else 2, 2, 8]
+    result = worlds.checkpoint_resume(models[family], str(tmp_path / "c"), {}, routes, before, precision, str(tmp_path / "state"))
     assert result["resumed"] == result["went_on"] and result["different"] == []
 
 

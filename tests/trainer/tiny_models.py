@@ -9,6 +9,7 @@ import torch
 COMMON = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 131,
           "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_dropout": 0.0, "use_cache": False}
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48}
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4, "q_lora_rank": 24}
 
 
 def make(family: str, folder: Path, *, layers: int = 2, vocab: int = 131) -> Path:
@@ -22,14 +23,20 @@ def make(family: str, folder: Path, *, layers: int = 2, vocab: int = 131) -> Pat
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**common, tie_word_embeddings=False))
     elif family == "qwen3_moe":
         model = t.Qwen3MoeForCausalLM(t.Qwen3MoeConfig(**common, **MOE, num_experts=8, norm_topk_prob=True, tie_word_embeddings=False))
+    elif family == "glm_moe_dsa":
+        # of four layers the first, second and fourth compute an index; 20 keys of sequences up to 60 tokens
+        index = {"index_n_heads": 16, "index_head_dim": 16, "index_topk": 20, "index_topk_freq": 2, "index_skip_topk_offset": 2}
+        sizes = {k: v for k, v in common.items() if k not in ("head_dim", "rope_theta", "num_key_value_heads", "num_hidden_layers")}
+        model = t.GlmMoeDsaForCausalLM(t.GlmMoeDsaConfig(
+            **sizes, **MOE, **LATENT, **index, num_hidden_layers=4, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0}, tie_word_embeddings=False))
     elif family.startswith("deepseek_v3"):
         sizes = {k: v for k, v in common.items() if k not in ("head_dim", "rope_theta", "num_key_value_heads")}
-        latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12, "num_key_value_heads": 4, "q_lora_rank": 24}
         rope = {"rope_type": "default", "rope_theta": 10000.0} if family == "deepseek_v3" else {
             "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0,
             "mscale": 1.0, "mscale_all_dim": 1.0}
         model = t.DeepseekV3ForCausalLM(t.DeepseekV3Config(
-            **sizes, **MOE, **latent, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=2, topk_group=1,
+            **sizes, **MOE, **LATENT, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, routed_scaling_factor=1.5, n_group=2, topk_group=1,
             rope_parameters=rope, tie_word_embeddings=False))
     else:
         model = t.Glm4MoeForCausalLM(t.Glm4MoeConfig(**common, **MOE, n_routed_experts=8, n_shared_experts=1, first_k_dense_replace=1, use_qk_norm=True,

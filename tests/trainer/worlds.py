@@ -61,13 +61,17 @@ def trainer_config(layout: Layout, **changes) -> TrainerConfig:
 
 
 def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
-          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", **trainer) -> TrainStep:
-    """`state_dir`: stream the optimizer state, to a new folder in this one."""
+          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, **trainer) -> TrainStep:
+    """`state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers of an uneven pipeline."""
     lay = Layout(world=dist.get_world_size(), **layout)
     streamed = {"state": "stream"} if state_dir else {}
     config = trainer_config(lay, optimizer={"lr": 1e-3, **streamed, **(optimizer or {})}, **trainer)
-    model = build_model(folder, lay, precision=precision, recompute=recompute, routing_replay=replay)
+    model = build_model(folder, lay, precision=precision, recompute=recompute, routing_replay=replay, stages=uneven(stages))
     return TrainStep(model, build_optimizer(model, config.optimizer, folder_in(state_dir)), config, AlgorithmConfig(**(algorithm or {})), temperature=temperature)
+
+
+def uneven(stages: dict | None) -> LayoutConfig | None:
+    return LayoutConfig(**stages) if stages else None
 
 
 def folder_in(state_dir: str) -> Path | None:
@@ -128,11 +132,11 @@ def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
     return out
 
 
-def roundtrip(folder: str, layout: dict, bucket_bytes: int) -> dict:
+def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None = None) -> dict:
     """Load, export, and compare with the folder bit for bit: the names that differ. Rank 0 alone gets tensors."""
     from safetensors import safe_open
 
-    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32")
+    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32", stages=uneven(stages))
     with safe_open(Path(folder) / "model.safetensors", "pt") as f:
         original = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
     exported = list(export_hf(model.chunks, model.arch, bucket_bytes))

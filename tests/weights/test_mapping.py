@@ -1,6 +1,7 @@
 """Tables and slicing between Hugging Face tensors and megatron-core shards. Pure; moving them between ranks is tested in tests/trainer."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import ConfigError, StructureError
-from miles.weights.mapping.architecture import LatentAttention, Yarn, architecture_of, read_architecture
+from miles.weights.mapping.architecture import LatentAttention, SparseIndex, Yarn, architecture_of, read_architecture
 from miles.weights.mapping.tables import EMBEDDING, find_rule, hf_names, join, padded_vocab, parameters, rules_for, shard_slices, split
 
 QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
@@ -24,6 +25,8 @@ KIMI = {"model_type": "kimi_k2", "num_hidden_layers": 61, "hidden_size": 7168, "
         "scoring_func": "sigmoid", "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
         "rope_scaling": {"type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "beta_fast": 1.0, "beta_slow": 1.0, "mscale": 1.0,
                          "mscale_all_dim": 1.0}}
+
+GLM = json.loads(Path("configs/models/glm-5.2/config.json").read_text())  # GLM-5.2's, as published
 
 
 def rule(arch, megatron):
@@ -57,6 +60,45 @@ def test_latent_attention_and_its_stretched_rotary_are_read_in_the_published_spe
                                                              "o_proj")} <= names
     # 7 of attention, 2 norms, gate and its bias, 3 of the shared expert, 3 of expert 0
     assert len(names) == 17
+
+
+def test_a_sparse_index_is_read_in_the_published_spelling():
+    glm = architecture_of(GLM)
+    assert glm.latent == LatentAttention(2048, 512, 192, 64, 256) and (glm.rope_theta, glm.norm_eps, glm.moe_layers) == (8e6, 1e-5, tuple(range(3, 78)))
+    assert glm.sparse == SparseIndex(heads=32, head_dim=128, top_k=2048, frequency=4, offset=3)
+    assert [i + 1 for i in glm.index_layers] == [1, 2, 3, *range(7, 76, 4)]
+    indexers = [(n, layer) for r, layer, _ in parameters(glm) for n in hf_names(r, layer, None) if ".indexer." in n]
+    assert sorted({layer for _, layer in indexers}) == list(glm.index_layers)
+    assert [n for n, layer in indexers if layer == 6] == [f"model.layers.6.self_attn.indexer.{n}" for n in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias",
+                                                                                                           "weights_proj.weight")]
+
+
+def test_the_draft_layer_is_not_the_trainers():
+    assert GLM["num_nextn_predict_layers"] == 1
+    names = [n for r, layer, expert in parameters(architecture_of(GLM)) if not expert for n in hf_names(r, layer, expert)]
+    assert not [n for n in names if n.startswith("model.layers.78.") or "eh_proj" in n]
+
+
+@pytest.mark.parametrize(("types", "schedule"), [("FFFF", (4, 4)), ("FSSS", (4, 1)), ("FSFS", (2, 1)), ("FFSFS", (2, 2)), ("FSSFSSF", (3, 1))])
+def test_layers_that_compute_an_index_follow_from_frequency_and_offset(types, schedule):
+    n = len(types)
+    arch = architecture_of({**GLM, "num_hidden_layers": n, "first_k_dense_replace": 1, "mlp_layer_types": ["dense"] + ["sparse"] * (n - 1), "indexer_types": None,
+                            "index_topk_pattern": types})
+    assert (arch.sparse.frequency, arch.sparse.offset) == schedule
+    assert arch.index_layers == tuple(i for i, c in enumerate(types) if c == "F")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"indexer_types": ["full", "shared", "full", "full"] + ["shared"] * 74}, r"layers \[1, 3, 4\] \(counted from 1\) compute the sparse index"),
+    ({"indexer_types": ["shared"] * 77 + ["full"]}, r"layers \[78\] \(counted from 1\) compute the sparse index"),
+    ({"indexer_types": ["full"] * 77}, "says of 77 layers whether they compute a sparse index, and the model has 78"),
+    ({"indexer_rope_interleave": False}, "indexer_rope_interleave = False is not supported"),
+    ({"mlp_layer_types": ["sparse"] * 78}, "mlp_layer_types = .* is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
+])
+def test_a_sparse_model_that_megatron_would_compute_otherwise_is_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        architecture_of({**GLM, **change})
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -3,8 +3,8 @@
 Hugging Face names and layouts are the only interchange format of Miles. The tables and slicing are pure; only `transfer` needs ranks.
 """
 
-from miles.weights.mapping.architecture import Architecture, read_architecture
+from miles.weights.mapping.architecture import Architecture, SparseIndex, read_architecture
 from miles.weights.mapping.tables import Rule, hf_names, rules_for
 from miles.weights.mapping.transfer import Shard, export_hf, load_hf, shards_of
 
-__all__ = ["Architecture", "Rule", "Shard", "export_hf", "hf_names", "load_hf", "read_architecture", "rules_for", "shards_of"]
+__all__ = ["Architecture", "Rule", "Shard", "SparseIndex", "export_hf", "hf_names", "load_hf", "read_architecture", "rules_for", "shards_of"]

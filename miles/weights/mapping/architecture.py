@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from miles.config.shape import index_layers
 from miles.core import ConfigError
 
-FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2")
+FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,24 @@ class LatentAttention:
     plain_dim: int  # of a head's query and key, without position
     rope_dim: int  # of a head's query, and of the one rotated key that all heads share
     value_dim: int  # of a head's value
+
+
+@dataclass(frozen=True)
+class SparseIndex:
+    """What picks the keys that a token attends to (DeepSeek sparse attention; DeepSeek-V3.2, arXiv:2512.02556, section 2.1): a small attention beside the
+    large one, whose scores rank the keys. Some layers compute such an index, each other one uses that of the last before it: counting layers from 1, the
+    first `offset` compute one, and then every `frequency`-th.
+    """
+
+    heads: int
+    head_dim: int  # of a head's query, and of the one key that all heads share
+    top_k: int  # keys picked for a token
+    frequency: int
+    offset: int
+
+    def computes(self, layer: int) -> bool:
+        """Whether layer `layer`, counted from 0, computes an index."""
+        return max(layer + 1 - self.offset, 0) % self.frequency == 0
 
 
 @dataclass(frozen=True)
@@ -67,15 +86,23 @@ class Architecture:
     shared_ffn: int = 0  # width of the always-on expert, 0 = none
     latent: LatentAttention | None = None  # head_dim is then that of queries and keys, and every head has its own
     yarn: Yarn | None = None
+    sparse: SparseIndex | None = None
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
         """Indices of the layers with experts, ascending: the layer axis of recorded routes."""
         return tuple(range(self.dense_layers, self.layers)) if self.experts else ()
 
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that compute a sparse index, ascending."""
+        return tuple(i for i in range(self.layers) if self.sparse.computes(i)) if self.sparse else ()
 
-LATENT = ("deepseek_v3", "kimi_k2")
-"""Families with multi-head latent attention. Kimi-K2 is DeepSeek-V3 with other sizes."""
+
+STRETCHED = ("deepseek_v3", "kimi_k2")
+"""Families whose rotary frequencies may be stretched (YaRN). Kimi-K2 is DeepSeek-V3 with other sizes."""
+LATENT = (*STRETCHED, "glm_moe_dsa")
+"""Families with multi-head latent attention. GLM-5 is DeepSeek-V3 with a sparse index, which not every layer computes."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -112,7 +139,7 @@ def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architectu
         if any(given.get(k) != v for k, v in expected.items()):
             raise ConfigError(f"{where}: llama3 rope scaling {given}", f"{expected}, the values megatron-core has built in", "use another model")
         factor = float(given["factor"])
-    elif kind != "default" and not (kind == "yarn" and family in LATENT):
+    elif kind != "default" and not (kind == "yarn" and family in STRETCHED):
         raise ConfigError(f"{where}: rope type {kind!r} is not supported by the trainer", "default or llama3", "use another model")
     heads = c["num_attention_heads"]
     base = {
@@ -160,4 +187,25 @@ def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architectu
         yarn = Yarn(float(given["factor"]), given["original_max_position_embeddings"], float(given.get("beta_fast", 32)), float(given.get("beta_slow", 1)),
                     float(given.get("mscale", 1.0)), float(given.get("mscale_all_dim", 0.0)))
     # its rotary width is its own: what config.json calls head_dim is not the width of a head
-    return Architecture(**{**base, "groups": heads, "head_dim": latent.plain_dim + latent.rope_dim, "rope_fraction": 1.0}, **routed, latent=latent, yarn=yarn)
+    base |= {"groups": heads, "head_dim": latent.plain_dim + latent.rope_dim, "rope_fraction": 1.0}
+    if family != "glm_moe_dsa":
+        return Architecture(**base, **routed, latent=latent, yarn=yarn)
+    for key, value in (("indexer_rope_interleave", True), ("index_k_norm_type", "layer"),
+                       ("mlp_layer_types", ["dense"] * routed["dense_layers"] + ["sparse"] * (base["layers"] - routed["dense_layers"]))):
+        demand(key, value, value)
+    sparse = SparseIndex(c["index_n_heads"], c["index_head_dim"], c["index_topk"], *_index_schedule(index_layers(c), base["layers"], where))
+    return Architecture(**base, **routed, latent=latent, sparse=sparse)
+
+
+def _index_schedule(computes: tuple[bool, ...], layers: int, where: str) -> tuple[int, int]:
+    """(frequency, offset) of a SparseIndex whose layers compute an index where `computes` says so. Raises ConfigError: no such pair gives these layers."""
+    if len(computes) != layers:
+        raise ConfigError(f"{where}: says of {len(computes)} layers whether they compute a sparse index, and the model has {layers}", "one entry a layer",
+                          "restore the file")
+    full = [i for i in range(1, layers + 1) if computes[i - 1]]
+    offset = next((i for i in range(layers) if not computes[i]), layers)
+    frequency = next((i - offset for i in full if i > offset), layers)
+    if not offset or full != [i for i in range(1, layers + 1) if max(i - offset, 0) % frequency == 0]:
+        raise ConfigError(f"{where}: layers {full} (counted from 1) compute the sparse index", "the first ones and then every n-th, as megatron-core has them",
+                          "use another model")
+    return frequency, offset

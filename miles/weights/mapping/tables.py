@@ -33,7 +33,7 @@ class Rule:
     hf: tuple[str, ...]
     kind: str = "plain"
     axis: int | None = None
-    where: str = "all"  # layers it is for: all | dense | moe
+    where: str = "all"  # layers it is for: all | dense | moe | index (those that compute a sparse index)
 
     @property
     def per_layer(self) -> bool:
@@ -68,6 +68,13 @@ LATENT_ATTENTION = (
     _layer("self_attention.linear_proj.weight", "self_attn.o_proj.weight", axis=1),
     _layer("pre_mlp_layernorm.weight", "post_attention_layernorm.weight"),
 )
+INDEXER = (
+    _layer("self_attention.core_attention.indexer.linear_wq_b.weight", "self_attn.indexer.wq_b.weight", where="index"),
+    _layer("self_attention.core_attention.indexer.linear_wk.weight", "self_attn.indexer.wk.weight", where="index"),
+    _layer("self_attention.core_attention.indexer.k_norm.weight", "self_attn.indexer.k_norm.weight", where="index"),
+    _layer("self_attention.core_attention.indexer.k_norm.bias", "self_attn.indexer.k_norm.bias", where="index"),
+    _layer("self_attention.core_attention.indexer.linear_weights_proj.weight", "self_attn.indexer.weights_proj.weight", where="index"),
+)
 QKV_BIAS = (_layer("self_attention.linear_qkv.bias", "self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias", kind="qkv", axis=0),)
 QK_NORM = (
     _layer("self_attention.q_layernorm.weight", "self_attn.q_norm.weight"),
@@ -96,6 +103,7 @@ FAMILY_LAYERS: dict[str, tuple[Rule, ...]] = {
     "glm4_moe": ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
     "deepseek_v3": LATENT_ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
     "kimi_k2": LATENT_ATTENTION + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
+    "glm_moe_dsa": LATENT_ATTENTION + INDEXER + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
 }
 
 # Transformer Engine fuses the norm into the linear layer behind it and keeps all experts in one module: same tensors, other names.
@@ -121,9 +129,9 @@ def parameters(arch: Architecture) -> Iterator[tuple[Rule, int | None, int | Non
     rules = rules_for(arch)
     yield from ((r, None, None) for r in rules if not r.per_layer and r is not FINAL_NORM and r is not OUTPUT)
     for layer in range(arch.layers):
-        kind = "moe" if layer in arch.moe_layers else "dense"
+        kinds = ("all", "moe" if layer in arch.moe_layers else "dense", *(("index",) if layer in arch.index_layers else ()))
         for rule in rules:
-            if rule.per_layer and rule.where in ("all", kind):
+            if rule.per_layer and rule.where in kinds:
                 for expert in range(arch.experts) if rule.per_expert else (None,):
                     yield rule, layer, expert
     yield from ((r, None, None) for r in rules if r in (FINAL_NORM, OUTPUT))
