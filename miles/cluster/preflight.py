@@ -132,7 +132,10 @@ def tasks(config: MilesConfig, site: SiteConfig) -> str:
 
 # -- machine -----------------------------------------------------------------------------------------------------------------
 def model(config: MilesConfig, site: SiteConfig) -> str:
-    path = Path(config.model.path)
+    path, a = Path(config.model.path), config.algorithm
+    for option, other in (("algorithm.reference", a.reference), ("algorithm.critic.path", a.critic.path if a.critic else None)):
+        if other is not None and not (Path(other) / "config.json").is_file():
+            raise ConfigError(f"{option}: no model at {other}", "a Hugging Face folder with config.json", f"put it there, or correct {option}")
     if (path / "config.json").is_file():
         return f"{path} is there"
     if config.model.recipe == "none":

@@ -16,6 +16,7 @@ from miles.config.memory import (
     stage_layers,
     streamed_gb,
     trained_parameters,
+    trained_shapes,
 )
 from miles.config.schema import MilesConfig, SiteConfig
 from miles.config.shape import LayerShape, ModelShape, find_hf_config, model_shape
@@ -99,18 +100,19 @@ def step_floor(config: MilesConfig, site: SiteConfig, tokens: int | None = None,
 # -- compute -----------------------------------------------------------------------------------------------------------------
 def _compute(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...], trajectories: int, tokens: int) -> tuple[Term, Term]:
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
-    passes = PASSES[config.trainer.recompute]
+    passes = PASSES[config.trainer.recompute] + (1 if config.algorithm.kl_coefficient else 0)  # the reference scores every token
+    critic = PASSES[config.trainer.recompute] if config.algorithm.critic else 0  # without a head
     work = []
     for s, layers in enumerate(stages):
-        forward = stage_flops(shape, layers, tokens, last=s == lay.pp - 1)
+        forward, headless = (stage_flops(shape, layers, tokens, last=last) for last in (s == lay.pp - 1, False))
         untrained = sum(_index_flops(shape, shape.layers[i], tokens) for i in layers)  # backward, which counts two passes, leaves the sparse index out
-        work.append(trajectories * tokens * (passes * forward - 2 * untrained))
+        work.append(trajectories * tokens * (passes * forward + critic * headless - 2 * len(trained_shapes(config, shape)) * untrained))
     slowest = max(work) / (ranks / lay.pp) / 1e12
     copies = ranks // (lay.tp * lay.pp * lay.cp)
     microbatches = max(1, math.ceil(trajectories / copies * tokens / (config.trainer.max_tokens_per_microbatch * lay.cp)))
     rate = site.gpu_tflops
     return (
-        Term("compute", slowest, "TFLOP", rate, "site.gpu_tflops", f"slowest of {lay.pp} stages, {passes} x forward, evenly over its {ranks // lay.pp} ranks"),
+        Term("compute", slowest, "TFLOP", rate, "site.gpu_tflops", f"slowest of {lay.pp} stages, {passes} x forward{f' and {critic} x of the critic' if critic else ''}, evenly over its {ranks // lay.pp} ranks"),
         Term("pipeline bubble", slowest * (lay.pp - 1) / microbatches, "TFLOP", rate, "site.gpu_tflops",
              f"(pp - 1) / micro-batches of it: {lay.pp - 1} / {microbatches}"),
     )
@@ -139,7 +141,7 @@ def _exchange(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: 
     """Reduce-scatter of gradients and all-gather of updated parameters: (n - 1) / n of them cross the wire of each of n ranks."""
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     replicas = ranks // (lay.tp * lay.pp), ranks // (lay.etp * lay.ep * lay.pp)
-    moved = max(sum(count * (1 - 1 / n) for count, n in zip(trained_parameters(config, shape, s, layers), replicas, strict=True))
+    moved = max(sum(count * (1 - 1 / n) for m in trained_shapes(config, shape) for count, n in zip(trained_parameters(config, m, s, layers), replicas, strict=True))
                 for s, layers in enumerate(stages))
     a_node = moved * config.cluster.trainer.ranks_per_node / 1e9
     note = f"of a node's {config.cluster.trainer.ranks_per_node} ranks; over {replicas[0]} replicas (experts: {replicas[1]})"
@@ -150,7 +152,7 @@ def _exchange(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: 
 def _optimizer(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...]) -> Term:
     if config.trainer.optimizer.state != "stream":
         return Term("optimizer I/O", 0.0, "GB", site.node_disk_gb_s or 1.0, "site.node_disk_gb_s", "resident state: nothing is read or written")
-    a_node = config.cluster.trainer.ranks_per_node * max(streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages))
+    a_node = config.cluster.trainer.ranks_per_node * max(sum(streamed_gb(config, m, s, layers) for m in trained_shapes(config, shape)) for s, layers in enumerate(stages))
     return Term("optimizer I/O", 2 * a_node, "GB", site.node_disk_gb_s, "site.node_disk_gb_s",
                 "fp32 parameters and moments, read and written on a node's disk")
 

@@ -7,7 +7,7 @@ exactly from the layout; activations, engine work space and reserves are estimat
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from miles.config.precision import FORMATS
@@ -142,11 +142,12 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     engine, engine_problems = _engine(config, site, shape)
     stays = _engine_leaves(config, engine) if shared else None
     plans = tuple(_stage(config, shape, s, layers, stays) for s, layers in enumerate(stages))
-    state = [_resident_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
+    models = trained_shapes(config, shape)
+    state = [sum(_resident_gb(config, m, s, layers) for m in models) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
     # a step reads one and writes another, and the third is a checkpoint's while that is copied
-    files = [3 * streamed_gb(config, shape, s, layers) for s, layers in enumerate(stages)]
+    files = [3 * sum(streamed_gb(config, m, s, layers) for m in models) for s, layers in enumerate(stages)]
     disk = max(files) * config.cluster.trainer.ranks_per_node if streamed else 0.0
     if config.cluster.trainer.gpus_per_node:
         problems += _trainer_fit(config, site, plans)
@@ -157,12 +158,8 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
         )
     elif streamed and site.node_disk_gb is None:
         notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
-    if shared:
-        per_node = max(_offloaded_gb(s) for s in plans) * config.cluster.trainer.ranks_per_node
-        notes.append(f"shared GPUs: while engines generate, each node holds {per_node:.0f} GB of trainer state in host memory")
-        if config.cluster.trainer.memory_gb is not None and per_node > config.cluster.trainer.memory_gb:
-            problems.append(f"shared GPUs: {per_node:.0f} GB of trainer state a node go to host memory, cluster.trainer.memory_gb = "
-                            f"{config.cluster.trainer.memory_gb:g}; raise it, or use more trainer nodes")
+    host_problems, host_notes = _host(config, plans)
+    problems, notes = problems + host_problems, notes + host_notes
     if config.cluster.rollout.gpus_per_node:
         problems += engine_problems
         if not engine_problems and engine.kv_worst_tokens > engine.kv_tokens:
@@ -235,6 +232,11 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
 
 
 # -- trainer -----------------------------------------------------------------------------------------------------------------
+def trained_shapes(config: MilesConfig, shape: ModelShape) -> list[ModelShape]:
+    """The policy, and with `advantage = "gae"` the critic, whose output layer is one row on every tensor-parallel rank."""
+    return [shape, *([replace(shape, head=shape.hidden * config.trainer.layout.tp)] if config.algorithm.critic else [])]
+
+
 def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
     """Parameters one rank of a stage holds: (dense, routed experts)."""
     lay = config.trainer.layout
@@ -278,28 +280,45 @@ def _engine_leaves(config: MilesConfig, engine: EnginePlan) -> Item:
                 "context of the engine's process" + (" and its weights" if weights else ""))
 
 
-def _offloaded_gb(stage: StagePlan) -> float:
-    return sum(i.gb for i in stage.items if i.name in ("weights", "optimizer"))
+def _host(config: MilesConfig, stages: tuple[StagePlan, ...]) -> tuple[list[str], list[str]]:
+    """(problems, notes) about what trainer ranks keep in host memory beside what they have on GPUs."""
+    trainer, held = config.cluster.trainer, {}
+    if config.cluster.placement == "shared":
+        held["trainer state while engines generate"] = max(_of(s, "weights", "optimizer") for s in stages)
+    if config.algorithm.kl_coefficient:
+        held["reference weights"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
+    per_node = {name: gb * trainer.ranks_per_node for name, gb in held.items()}
+    notes = [f"host memory: each trainer node holds {gb:.0f} GB of {name}" for name, gb in per_node.items()]
+    total = sum(per_node.values())
+    if trainer.memory_gb is None or total <= trainer.memory_gb:
+        return [], notes
+    return [f"host memory: {' and '.join(f'{gb:.0f} GB of {name}' for name, gb in per_node.items())} on each trainer node, cluster.trainer.memory_gb = "
+            f"{trainer.memory_gb:g}; raise it, or use more trainer nodes"], notes
+
+
+def _of(stage: StagePlan, *names: str) -> float:
+    return sum(i.gb for i in stage.items if i.name in names)
 
 
 def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, stays: Item | None = None) -> StagePlan:
     """`stays`: what else is on the GPU."""
     count = sum(rank_parameters(config, shape, stage, layers))
-    trained = sum(trained_parameters(config, shape, stage, layers))
+    models = trained_shapes(config, shape)
     streamed = config.trainer.optimizer.state == "stream"
     state = (
-        Item("optimizer", STREAM_BUFFERS_GB, "buckets in flight; the state is on disk")
+        Item("optimizer", STREAM_BUFFERS_GB * len(models), "buckets in flight; the state is on disk")
         if streamed
-        else Item("optimizer", _resident_gb(config, shape, stage, layers), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
+        else Item("optimizer", sum(_resident_gb(config, m, stage, layers) for m in models), f"{STATE_BYTES} bytes a parameter over its data-parallel ranks")
     )
+    both = "of the policy and the critic" if config.algorithm.critic else ""
     return StagePlan(
         stage,
         layers.start + 1,
         layers.stop,
         count,
         (
-            Item("weights", count * TRAINER_BYTES[config.model.trainer_precision] / GB),
-            Item("gradients", trained * GRADIENT_BYTES / GB, "accumulated in fp32"),
+            Item("weights", sum(sum(rank_parameters(config, m, stage, layers)) for m in models) * TRAINER_BYTES[config.model.trainer_precision] / GB, both),
+            Item("gradients", sum(sum(trained_parameters(config, m, stage, layers)) for m in models) * GRADIENT_BYTES / GB, f"accumulated in fp32 {both}".strip()),
             state,
             Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
             Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),

@@ -75,6 +75,18 @@ def problems(c: MilesConfig) -> list[str]:
     if a.name == "gspo" and a.reduction == "token":
         refuse("algorithm.name = 'gspo' with reduction = 'token': a sequence's objective would count as often as it has tokens", "reduction = 'sequence'",
                "set algorithm.reduction = 'sequence'")
+    if (a.advantage == "gae") != (a.critic is not None):
+        refuse(f"algorithm.advantage = {a.advantage!r} {'without' if a.critic is None else 'with'} a section [algorithm.critic]",
+               "advantage = 'gae' and its section together", "set algorithm.advantage, or add or remove [algorithm.critic]")
+    if a.critic is not None and c.buffer.filter == "equal_rewards":
+        refuse("buffer.filter = 'equal_rewards' with a critic, for which groups of equal rewards have advantages too, and which would learn from the others alone",
+               "'none'", "set buffer.filter = 'none'")
+    if a.critic is not None and a.critic.alone_steps >= c.run.steps:
+        refuse(f"algorithm.critic.alone_steps = {a.critic.alone_steps} of run.steps = {c.run.steps}: the policy would never be trained", "fewer",
+               "lower algorithm.critic.alone_steps, or raise run.steps")
+    if a.reference is not None and not a.kl_coefficient:
+        refuse(f"algorithm.reference = {a.reference!r} with algorithm.kl_coefficient = 0, which needs none", "a coefficient above 0",
+               "set algorithm.kl_coefficient, or remove algorithm.reference")
     gpus = c.cluster.rollout.gpus_per_node
     per_rank = gpus // c.cluster.rollout.ranks_per_node if gpus else 0
     if gpus and c.engine.tp > per_rank:

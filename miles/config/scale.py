@@ -34,6 +34,9 @@ def dev_scale(c: MilesConfig) -> MilesConfig:
     data["trainer"] |= {"groups_per_step": min(c.trainer.groups_per_step, GROUPS), "max_tokens_per_microbatch": 4096}
     data["trainer"]["layout"] = {**small, "cp": 1, "first_stage_layers": None, "last_stage_layers": None}
     data["trainer"]["optimizer"] |= {"state": "resident"}
+    data["algorithm"] |= {"reference": None}
+    if c.algorithm.critic is not None:
+        data["algorithm"]["critic"] |= {"path": None, "alone_steps": min(c.algorithm.critic.alone_steps, 1)}
     data["weights"] |= {"ack_timeout_s": 60.0}
     data["checkpoint"] |= {"every_steps": min(c.checkpoint.every_steps, 2)}
     data["cluster"] |= {

@@ -166,11 +166,22 @@ class TrainerConfig(Section):
     optimizer: OptimizerConfig = Field(description="Optimizer.")
 
 
+class CriticConfig(Section):
+    """The critic of `advantage = "gae"` (PPO): a model of its own with the architecture, layout and precision of the policy, and one number in place of the vocabulary."""
+
+    path: str | None = Field(None, description="Hugging Face folder that its weights come from, of the same architecture as `model.path`; absent = `model.path`. The value of every token is 0 at the start.")
+    lr: float = Field(gt=0, description="Its learning rate; warm-up and everything else as in [trainer.optimizer].")
+    alone_steps: int = Field(0, ge=0, description="First steps in which the critic alone is trained, so that the policy does not follow values that mean nothing yet.")
+    gamma: float = Field(1.0, gt=0, le=1, description="Discount of a reward for each sampled token that comes before it.")
+    lam: float = Field(0.95, ge=0, le=1, description="Lambda: 0 = advantages of one step, all bias of the critic; 1 = reward to come minus value, all its variance.")
+
+
 class AlgorithmConfig(Section):
-    """The loss: advantages from rewards, an objective for each token, an importance weight for having been sampled elsewhere. Equations and papers are in `miles/trainer/algorithms/`."""
+    """The loss: advantages from rewards, an objective for each token, an importance weight for having been sampled elsewhere, the divergence from a reference
+    policy, the entropy. Equations and papers are in `miles/trainer/algorithms/`."""
 
     name: str = Field("grpo", pattern=r"^(grpo|gspo|cispo|\w+(\.\w+)+)$", description="Objective of each token: `grpo` = PPO's clipped ratio; `gspo` = one clipped ratio per sequence; `cispo` = clipped weight, unclipped gradient; or `package.module.function(tokens) -> objective`.")
-    advantage: str = Field("grpo", pattern=r"^(grpo|dr_grpo|rloo|reinforce\+\+|reinforce\+\+_baseline|\w+(\.\w+)+)$", description="From rewards to advantages: `grpo` = minus the group's mean, over its standard deviation; `dr_grpo` = minus the mean alone; `rloo` = minus the mean of the others; `reinforce++` = normalised over the step; `reinforce++_baseline` = minus the group's mean, then normalised over the step; or `package.module.function(rewards, groups) -> advantages`.")
+    advantage: str = Field("grpo", pattern=r"^(grpo|dr_grpo|rloo|reinforce\+\+|reinforce\+\+_baseline|gae|\w+(\.\w+)+)$", description="From rewards to advantages: `grpo` = minus the group's mean, over its standard deviation; `dr_grpo` = minus the mean alone; `rloo` = minus the mean of the others; `reinforce++` = normalised over the step; `reinforce++_baseline` = minus the group's mean, then normalised over the step; `gae` = of each token, from the values of the critic of [algorithm.critic], normalised over the step; or `package.module.function(rewards, groups) -> advantages`.")
     proximal: Literal["current", "rollout"] = Field("current", description="Policy that ratios are taken against: `current` = the one before this update, so that the clip never acts (each batch is trained on once) and `importance` alone corrects for stale tokens; `rollout` = the one that sampled, so that the clip acts on how far training has moved since, and importance weights are 1.")
     clip_low: float = Field(0.2, gt=0, lt=1, description="Lower clip of the policy ratio (1 - clip_low).")
     clip_high: float = Field(0.28, gt=0, description="Upper clip of the policy ratio (1 + clip_high).")
@@ -179,6 +190,11 @@ class AlgorithmConfig(Section):
     importance_level: Literal["token", "sequence", "geometric"] = Field("token", description="Whose ratio: each token's, the product over its sequence, or their geometric mean.")
     importance_low: float = Field(0.0, ge=0, description="Lower bound of importance ratios.")
     importance_high: float = Field(2.0, gt=0, description="Upper bound of importance ratios.")
+    kl_coefficient: float = Field(0.0, ge=0, description="Weight of the divergence from the reference policy, per token; 0 = there is no reference: no pass that scores with it, no memory for it.")
+    kl: Literal["k1", "k2", "k3", "unbiased"] = Field("k3", description="Its estimator, with x = pi_ref / pi of the sampled token: `k1` = -log x, taken out of the token's advantage; and as terms of the loss `k2` = (log x)^2 / 2, `k3` = x - 1 - log x, `unbiased` = `k3` times the policy ratio.")
+    reference: str | None = Field(None, description="Hugging Face folder of the reference policy, of the same architecture as `model.path`; absent = `model.path`. Each trainer rank keeps its part in host memory.")
+    critic: CriticConfig | None = Field(None, description="The critic of `advantage = \"gae\"`.")
+    entropy_coefficient: float = Field(0.0, ge=0, description="Weight of the entropy bonus: nats of the distribution over the vocabulary, per token.")
     reduction: Literal["token", "sequence", "constant"] = Field("token", description="`token`: mean over all sampled tokens of the step. `sequence`: mean over samples of their token means; the leaves of a branching history are one sample. `constant`: sum over tokens, over samples times `rollout.max_session_tokens`, so that a token's weight depends on no length (Dr.GRPO).")
 
 

@@ -3,6 +3,8 @@
     optimizer_00003.1.state      the blocks of rank 3's second store (miles.optim.layout)
     optimizer_00003.1.json       whose elements they are (`SavedFile`)
 
+The name is `optimizer`, or that of a second model that is trained.
+
 So writing one is copying a file, with one block in memory, and a rank that reads has one parameter in memory.
 """
 
@@ -17,8 +19,6 @@ import torch
 
 from miles.core import EnvironmentFault
 from miles.optim.layout import FIELDS, ITEM, BucketLayout
-
-DESCRIBED = "optimizer_*.json"
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
@@ -49,26 +49,30 @@ class _Where(NamedTuple):
     tensor: SavedTensor
 
 
-def file_names(rank: int, part: int) -> tuple[str, str]:
+def file_names(name: str, rank: int, part: int) -> tuple[str, str]:
     """(state, description) of one store of a rank."""
-    stem = f"optimizer_{rank:05d}.{part}"
+    stem = f"{name}_{rank:05d}.{part}"
     return f"{stem}.state", f"{stem}.json"
 
 
 def is_saved(folder: Path) -> bool:
     """Whether a checkpoint holds streamed state."""
-    return next(folder.glob(DESCRIBED), None) is not None
+    return next(folder.glob(_described("optimizer")), None) is not None
+
+
+def _described(name: str) -> str:
+    return f"{name}_*.json"
 
 
 class SavedState:
-    """The streamed state of a checkpoint. Its files are those of its COMMIT: their digests have been compared."""
+    """The streamed state of one name in a checkpoint. Its files are those of its COMMIT: their digests have been compared."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, name: str):
         """Raises EnvironmentFault: a file is missing or is no such file."""
         self._folder, self._fds, self._layouts = folder, [], []
         self._shards: dict[tuple[tuple[str, ...], int], list[_Where]] = {}
         self._of: dict[tuple[str, ...], tuple[int, tuple[int, ...]]] = {}
-        for path in sorted(folder.glob(DESCRIBED)):
+        for path in sorted(folder.glob(_described(name))):
             try:
                 described = msgspec.json.decode(path.read_bytes(), type=SavedFile)
                 self._fds.append(os.open(path.with_suffix(".state"), os.O_RDONLY))

@@ -46,7 +46,7 @@ def alarms(s: dict[str, Any], config: MilesConfig) -> list[dict[str, str]]:
         )
     broken = [name for name in ("loss", "grad_norm") if any(v is None or not math.isfinite(v) for v in s["series"]["steps"].get(name, ()))]
     if broken:
-        alarm("error", f"{' and '.join(broken)} not finite in some steps")
+        alarm("error", f"{' and '.join(broken)} not finite in some steps, which changed nothing; what was fed to the first: attempts/*/nonfinite")
     if s["unreadable"]:
         alarm("warning", f"{len(s['unreadable'])} files could not be read; figures leave them out: {'; '.join(s['unreadable'][:3])}")
     if s["steps_without_log"]:

@@ -38,6 +38,8 @@ STEP_SERIES = (
     "logprob_diff_mean",
     "logprob_diff_p99",
     "kl_mean",
+    "reference_kl_mean",
+    "entropy_mean",
     "ess",
     "clip_fraction",
     "importance_cut_fraction",
@@ -83,6 +85,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "queue": queue(data),
         "waits": waits(data, steps),
         "truth": {name: spread(steps.get(name)) for name in ("kl_mean", "ess", "clip_fraction", "importance_cut_fraction", "grad_norm", "loss")},
+        "policy": policy(steps),
         "tasks": tasks(ok),
         "series": series(data, steps),
         "files": list(data.files),
@@ -116,6 +119,16 @@ def reward(steps: Table) -> dict[str, Any]:
         "moving_window": window,
         "moving_average": np.convolve(means, np.ones(window) / window, mode="valid"),
     }
+
+
+def policy(steps: Table) -> dict[str, Any]:
+    """entropy (nats a sampled token) and, with a reference policy, the divergence from it: first and last step, and the spread over steps."""
+    out = {}
+    for name in ("entropy_mean", "reference_kl_mean"):
+        values = np.asarray(steps[name] if name in steps else [], dtype=float)
+        known = values[np.isfinite(values)]
+        out[name] = {"first": known[0] if len(known) else None, "last": known[-1] if len(known) else None, **spread(known)}
+    return out
 
 
 def logprob_difference(steps: Table) -> dict[str, Any]:

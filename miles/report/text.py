@@ -81,6 +81,12 @@ def _learning(s: dict[str, Any]) -> list[str]:
         out.append("weakest tasks: " + ", ".join(f"{t['task']} {t['reward']:.2f} (n = {t['trajectories']})" for t in weakest))
     t = s["truth"]
     out.append(f"loss {_spread(t['loss'])}; gradient norm {_spread(t['grad_norm'])}")
+    entropy, distance = (s["policy"][name] for name in ("entropy_mean", "reference_kl_mean"))
+    if entropy["count"]:
+        out.append(
+            f"entropy {entropy['first']:.3g} -> {entropy['last']:.3g} nats a token"
+            + (f"; KL to the reference {distance['first']:.2e} -> {distance['last']:.2e}, max {distance['max']:.2e}" if distance["count"] else "")
+        )
     return out
 
 

@@ -1,4 +1,4 @@
-"""Model, optimizer and random state of all ranks in a folder, and back, bit for bit.
+"""Model, optimizer (a critic's too) and random state of all ranks in a folder, and back, bit for bit.
 
 Uses megatron-core's dist_checkpointing (format `torch_dist`), which reshards over tensor, pipeline, expert and data parallel sizes. It writes
 `__R_W.distcp` files (tensors, one per rank), `.metadata` and `metadata.json`. Pickle in that format: `.metadata` is a pickle, and tensors and
@@ -23,6 +23,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.core import EnvironmentFault
 from miles.optim import is_saved
+from miles.trainer.critic import Critic
 from miles.trainer.model import PolicyModel
 from miles.trainer.streamed import begin_saving, is_streamed, restore
 
@@ -48,7 +50,7 @@ METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 class Saving:
     """A checkpoint that this rank is writing. `done` is of this rank; `finish` is collective, once all ranks are done and none has an `error`."""
 
-    def __init__(self, folder: Path, request: AsyncRequest, copy_streamed: Callable[[], list[Path]] | None):
+    def __init__(self, folder: Path, request: AsyncRequest, copy_streamed: list[Callable[[], list[Path]]]):
         self.folder = folder
         self.error = ""  # why this rank could not write
         self.files: dict[str, tuple[int, str]] = {}  # what it wrote: (bytes, xxh3-128)
@@ -91,14 +93,13 @@ class Saving:
                 self._write()
                 self._write = None  # the copies
                 self.files = {p.name: describe_file(p) for p in sorted(self.folder.glob(f"__{dist.get_rank()}_*.distcp"))}
-            if self._copy_streamed is not None:
-                self.files |= {p.name: describe_file(p) for p in self._copy_streamed()}
+            self.files |= {p.name: describe_file(p) for copy in self._copy_streamed for p in copy()}
         except BaseException as e:  # said to all ranks by whoever asks
             self.error = f"{e!r}"
         self.write_s = time.monotonic() - start
 
 
-def begin_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> Saving:
+def begin_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: Critic | None = None) -> Saving:
     """Start to write the state of now into `folder`, which rank 0 has created empty; a collective call. Training may go on when it returns: what is
     written are copies. May be called before the first step. The caller finishes and publishes the folder (sync, rename, marker last).
 
@@ -108,9 +109,9 @@ def begin_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> Savin
     metadata, streamed = _format(), is_streamed(optimizer)
     with _explained(folder):
         request = dist_checkpointing.save(
-            _state(model, optimizer, metadata, loading=False, own_files=streamed), str(folder), async_sharded_save=True, async_strategy="mcore",
+            _state(model, optimizer, critic, metadata, loading=False, own_files=streamed), str(folder), async_sharded_save=True, async_strategy="mcore",
             content_metadata={k: v for k, v in metadata.items() if k != "dp_cp_group"})
-    return Saving(Path(folder), request, begin_saving(Path(folder), optimizer, model.chunks, model.arch) if streamed else None)
+    return Saving(Path(folder), request, [begin_saving(Path(folder), name, o, m.chunks, m.arch) for name, m, o in _trained(model, optimizer, critic)] if streamed else [])
 
 
 def describe_file(path: Path) -> tuple[int, str]:
@@ -122,8 +123,8 @@ def describe_file(path: Path) -> tuple[int, str]:
         return f.tell(), digest.hexdigest()
 
 
-def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
-    """Read a checkpoint into the model and optimizer of this layout (which may differ from the one that saved), and restore random state.
+def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: Critic | None = None) -> None:
+    """Read a checkpoint into the model and optimizer (and the critic's) of this layout (which may differ from the one that saved), and restore random state.
 
     Raises EnvironmentFault: no checkpoint there, or one whose metadata is not what this format holds.
     """
@@ -131,28 +132,42 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer) -> None:
     _check_metadata(folder / ".metadata")
     streamed = is_saved(folder)
     with _plain_objects_only():
-        state = dist_checkpointing.load(_state(model, optimizer, _format(), loading=True, own_files=streamed), str(folder))
-    model.chunks[0].module.load_state_dict(state["model"])
-    for group in optimizer.param_groups:
-        group["step"] = state["optimizer_step"]
-    if streamed:
-        restore(folder, optimizer, model.chunks, model.arch)
-    else:
-        for i, part in enumerate(optimizer.chained_optimizers):
-            part.load_parameter_state_from_fully_reshardable(state["optimizer"][i])
+        state = dist_checkpointing.load(_state(model, optimizer, critic, _format(), loading=True, own_files=streamed), str(folder))
+    for name, m, o in _trained(model, optimizer, critic):
+        found = state["critic"] if name == "critic" else state
+        m.chunks[0].module.load_state_dict({key.removeprefix(_prefix(name)): value for key, value in found["model"].items()})
+        for group in o.param_groups:
+            group["step"] = found["optimizer_step"]
+        if streamed:
+            restore(folder, name, o, m.chunks, m.arch)
+        else:
+            for i, part in enumerate(o.chained_optimizers):
+                part.load_parameter_state_from_fully_reshardable(found["optimizer"][i])
     torch.set_rng_state(state["rng"]["torch"])
     get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
 
 
-def _state(model: PolicyModel, optimizer, metadata: dict, *, loading: bool, own_files: bool) -> dict:
-    """`own_files`: tensors of the optimizer are in files beside these (miles.trainer.streamed)."""
-    weights = model.chunks[0].module.sharded_state_dict(metadata=metadata)
-    tensors = {} if own_files else {
-        "optimizer": {i: part.sharded_param_state_fully_reshardable(weights, loading, metadata) for i, part in enumerate(optimizer.chained_optimizers)}}
-    return {
-        "model": weights, **tensors,
+def _trained(model: PolicyModel, optimizer, critic: Critic | None) -> list[tuple[str, PolicyModel, Any]]:
+    """What has an optimizer, with the name of its files of streamed state."""
+    return [("optimizer", model, optimizer), *([("critic", critic.model, critic.optimizer)] if critic else [])]
+
+
+def _prefix(name: str) -> str:
+    """Before the names of its tensors."""
+    return "critic." if name == "critic" else ""
+
+
+def _state(model: PolicyModel, optimizer, critic: Critic | None, metadata: dict, *, loading: bool, own_files: bool) -> dict:
+    """`own_files`: tensors of the optimizers are in files beside these (miles.trainer.streamed)."""
+    states = {}
+    for name, m, o in _trained(model, optimizer, critic):
+        weights = m.chunks[0].module.sharded_state_dict(prefix=_prefix(name), metadata=metadata)
+        tensors = {} if own_files else {"optimizer": {i: part.sharded_param_state_fully_reshardable(weights, loading, metadata) for i, part in enumerate(o.chained_optimizers)}}
         # Of the groups of parameters the step counter alone: rates are those of the configuration, and which groups there are depends on the layout.
-        "optimizer_step": max(int(group.get("step") or 0) for group in optimizer.param_groups),
+        states[name] = {"model": weights, **tensors, "optimizer_step": max(int(group.get("step") or 0) for group in o.param_groups)}
+    policy = states.pop("optimizer")
+    return {
+        **policy, **states,
         "rng": ShardedObject("rng", {"torch": torch.get_rng_state(), "tracker": get_cuda_rng_tracker().get_states()},
                              (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
     }

@@ -20,6 +20,7 @@ from miles.comm import World
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir, publish_dir, remove_tree, remove_unfinished
 from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
+from miles.trainer.critic import Critic
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -84,12 +85,12 @@ class Checkpoints:
         remove_tree(aside)  # of the same step, before
         self._path(step).rename(aside)
 
-    def load(self, step: int, model, optimizer) -> Frontier:
-        """Collective: restore model, optimizer and random state. Returns what else was true at that step."""
-        load_checkpoint(self._path(step), model, optimizer)
+    def load(self, step: int, model, optimizer, critic: Critic | None) -> Frontier:
+        """Collective: restore models, optimizers and random state. Returns what else was true at that step."""
+        load_checkpoint(self._path(step), model, optimizer, critic)
         return msgspec.json.decode((self._path(step) / "frontier.json").read_bytes(), type=Frontier)
 
-    def begin(self, step: int, model, optimizer, frontier: Frontier | None) -> None:
+    def begin(self, step: int, model, optimizer, critic: Critic | None, frontier: Frontier | None) -> None:
         """Collective: start the checkpoint of `step`, unless it is there or being written already. None other may be in progress. `frontier`: the
         leader's."""
         if step in self._agreed_steps() or (self._saving is not None and self._step == step):
@@ -100,7 +101,7 @@ class Checkpoints:
             tmp.mkdir()
             (tmp / "frontier.json").write_bytes(msgspec.json.encode(frontier))
         dist.barrier()
-        self._saving, self._step = begin_checkpoint(tmp, model, optimizer), step
+        self._saving, self._step = begin_checkpoint(tmp, model, optimizer, critic), step
         self._copy_s = time.monotonic() - start
 
     @property

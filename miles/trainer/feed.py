@@ -177,10 +177,10 @@ class Feed:
 
     def _sequences(self, plan: Plan, items: list[Item]) -> tuple[list[Sequence], set[int]]:
         """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers; and the groups of the others."""
-        replay, number = self._train_step.replay, {key: n for n, key in enumerate(plan.rollouts)}
+        layers, number = self._train_step.layers, {key: n for n, key in enumerate(plan.rollouts)}
         sequences, bad = [], set()
         with GroupReader(self._run.buffer_dir) as reader:
-            reads = reader.trajectories(((i.group, i.index) for i in items), replay.layers)
+            reads = reader.trajectories(((i.group, i.index) for i in items), layers)
             for item, read in zip(items, reads, strict=True):
                 try:
                     t = read.result()
@@ -188,6 +188,6 @@ class Feed:
                     bad.add(item.group)
                     continue
                 sequences.append(Sequence(
-                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if replay.active else None,
+                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if layers else None,
                     advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
         return sequences, bad

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens from hidden states, without ever holding the logits of more than one chunk."""
+"""Log-probabilities of given tokens, and entropies, from hidden states, without ever holding the logits of more than one chunk."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ CHUNK_ELEMENTS = 32 * 2**20  # logits held at once: 128 MiB in float32
 
 
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, temperature: float, vocab: int,
-                   tp_group: dist.ProcessGroup) -> torch.Tensor:
-    """log softmax(hidden @ weight.T / temperature)[targets], float32 [n].
+                   tp_group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of p = softmax(hidden @ weight.T / temperature): log p[targets] and the entropy -sum_j p_j log p_j in nats, each float32 [n].
 
     hidden [n, h]; weight [v, h], this rank's rows of the (padded) output matrix; targets int64 [n]; vocab: rows that exist.
     The softmax runs over the tensor-parallel group. Gradients: of `hidden` for this rank's rows only (the caller reduces them),
-    of `weight` in full.
+    of `weight` in full. (float64 in, float64 out.)
     """
     return _TokenLogprobs.apply(hidden, weight, targets, temperature, vocab, tp_group)
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Forward keeps the log-sum-exp of each row; backward computes the logits again, chunk by chunk.
+    """Forward keeps the log-sum-exp and the entropy H of each row; backward computes the logits z again, chunk by chunk.
 
-    d logp_t / d logit_j = [j = target_t] - softmax_j.
+    d log p_t / d z_j = [j = t] - p_j;    d H / d z_j = -p_j (log p_j + H).
     """
 
     @staticmethod
@@ -30,36 +30,46 @@ class _TokenLogprobs(torch.autograd.Function):
         rows = weight.shape[0]
         start = tp_group.rank() * rows
         ctx.settings = (temperature, max(0, min(vocab - start, rows)), start, max(1, CHUNK_ELEMENTS // rows))
+        ctx.set_materialize_grads(False)  # None: nothing depends on that output
         distributed = tp_group.size() > 1
-        logprobs = hidden.new_empty(len(hidden), dtype=torch.float32)
-        lse = torch.empty_like(logprobs)
+        logprobs = hidden.new_empty(len(hidden), dtype=_wide(hidden))
+        lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(len(hidden), ctx.settings[3]):
             logits = _logits(hidden[part], weight, *ctx.settings[:2])
             local, own = _local_targets(targets[part], start, rows)
             chosen = torch.where(own, logits.gather(1, local[:, None])[:, 0], 0.0)
-            if not distributed:
-                lse[part] = logits.logsumexp(1)
-            else:
-                top = logits.max(1).values
+            top = logits.max(1).values
+            if distributed:
                 dist.all_reduce(top, op=dist.ReduceOp.MAX, group=tp_group)
-                total = (logits - top[:, None]).exp().sum(1)
-                dist.all_reduce(total, group=tp_group)
-                dist.all_reduce(chosen, group=tp_group)
-                lse[part] = top + total.log()
-            logprobs[part] = chosen - lse[part]
-        ctx.save_for_backward(hidden, weight, targets, lse)
-        return logprobs
+            shifted = logits[:, : ctx.settings[1]].sub_(top[:, None])  # no rows that only pad: 0 * -inf below
+            grown = shifted.exp()
+            sums = torch.stack([grown.sum(1), grown.mul_(shifted).sum(1), chosen])
+            if distributed:
+                dist.all_reduce(sums, group=tp_group)
+            log_total = sums[0].log()
+            lse[part] = top + log_total
+            logprobs[part] = sums[2] - lse[part]
+            entropy[part] = log_total - sums[1] / sums[0]
+        ctx.save_for_backward(hidden, weight, targets, lse, entropy)
+        return logprobs, entropy
 
     @staticmethod
-    def backward(ctx, grad):
-        hidden, weight, targets, lse = ctx.saved_tensors
+    def backward(ctx, grad, grad_entropy):
+        hidden, weight, targets, lse, entropy = ctx.saved_tensors
         temperature, real, start, chunk = ctx.settings
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
         for part in _chunks(len(hidden), chunk):
-            scale = grad[part] / temperature
             local, own = _local_targets(targets[part], start, weight.shape[0])
-            grad_logits = (_logits(hidden[part], weight, temperature, real) - lse[part, None]).exp().mul_(-scale[:, None])
+            log_p = _logits(hidden[part], weight, temperature, real).sub_(lse[part, None])
+            grad_logits = log_p.exp()  # p, and then in place the gradient
+            scale = torch.zeros_like(lse[part]) if grad is None else grad[part] / temperature
+            if grad_entropy is None:
+                grad_logits.mul_(-scale[:, None])
+            else:
+                by_entropy = grad_entropy[part] / temperature
+                factor = log_p.add_(entropy[part, None]).mul_(-by_entropy[:, None]).sub_(scale[:, None])
+                grad_logits[:, :real].mul_(factor[:, :real])
             grad_logits.scatter_add_(1, local[:, None], torch.where(own, scale, 0.0)[:, None])
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
@@ -71,8 +81,12 @@ def _chunks(n: int, size: int):
     return (slice(i, min(i + size, n)) for i in range(0, n, size))
 
 
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _logits(hidden, weight, temperature, real):
-    logits = (hidden @ weight.t()).float()
+    logits = (hidden @ weight.t()).to(_wide(hidden))
     if temperature != 1.0:
         logits /= temperature
     if real < logits.shape[1]:

@@ -33,10 +33,13 @@ from miles.log import RunLog
 from miles.optim import claim, release
 from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
+from miles.trainer.critic import Critic
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
 from miles.trainer.memory import DeviceMemory
 from miles.trainer.model import build_model, build_optimizer
+from miles.trainer.nonfinite import NonFinite
+from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.trainer.turns import Turns
 from miles.weights.mapping import export_hf
@@ -62,19 +65,24 @@ class Trainer:
         self.turns.wait()
         self.checkpoints = Checkpoints(run, world, epoch)
         newest = self.checkpoints.newest()
-        self.model = build_model(c.model.path, self.layout, precision=c.model.trainer_precision, recompute=c.trainer.recompute,
-                                 routing_replay=c.trainer.routing_replay, stages=lay, max_context=c.model.max_context, load=newest is None)
+        how = {"precision": c.model.trainer_precision, "recompute": c.trainer.recompute, "stages": lay, "max_context": c.model.max_context, "load": newest is None}
+        self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, **how)
         self.state_dir = None
         if c.trainer.optimizer.state == "stream":
             local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
             self.state_dir = claim(local / f"miles-optimizer-{run.path.name}", epoch, world.rank)
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir)
-        frontier = self.checkpoints.load(newest, self.model, self.optimizer) if newest else None
+        self.critic = None
+        if c.algorithm.critic is not None:
+            self.critic = Critic.build(self.model, c.model.path, c.trainer, c.algorithm, self.state_dir / "critic" if self.state_dir else None, **how)
+        frontier = self.checkpoints.load(newest, self.model, self.optimizer, self.critic) if newest else None
+        reference = ReferencePolicy(self.model, c.algorithm.reference or c.model.path) if c.algorithm.kl_coefficient else None
         self.step = newest or 0
         if self.turns.shared:
-            self.turns.memory = DeviceMemory.of(self.model, self.optimizer)
+            self.turns.memory = DeviceMemory.of((self.model, self.optimizer), *([(self.critic.model, self.critic.optimizer)] if self.critic else []))
         self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature,
-                                    constant_tokens=c.rollout.max_session_tokens)
+                                    constant_tokens=c.rollout.max_session_tokens, reference=reference, critic=self.critic,
+                                    nonfinite=NonFinite(run.attempt_dir(attempt) / "nonfinite", epoch))
         self._stop = ""
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", TERM))
@@ -104,7 +112,7 @@ class Trainer:
                 return self.close(EXIT_REQUEUE)
             turn_s, resume_s = self.turns.take()
             t0 = time.monotonic()
-            metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step)
+            metrics = self.train_step.run_planned(batch.bins, batch.sequences, number=self.step, version=batch.plan.version)
             t1 = time.monotonic()
             self.step += 1
             if not self.turns.shared:
@@ -148,7 +156,7 @@ class Trainer:
             frontier = None
             if self.queue is not None:
                 frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT))
-            self.checkpoints.begin(self.step, self.model, self.optimizer, frontier)
+            self.checkpoints.begin(self.step, self.model, self.optimizer, self.critic, frontier)
         if wait:
             self.commit_checkpoint(wait=True)
 

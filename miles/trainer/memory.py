@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -36,16 +37,20 @@ class DeviceMemory:
                     self._blocks[storage.data_ptr()] = _Block(storage, storage.nbytes(), copy)
 
     @classmethod
-    def of(cls, model: PolicyModel, optimizer, *, device: str = "cuda") -> DeviceMemory:
-        """Of a trainer rank: parameters, buffers, optimizer state; the gradient buffers are scratch, they are zeroed before each step."""
-        buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        kept = [b.param_data for b in buffers if b.param_data is not None]
-        for chunk in model.chunks:
-            kept += [*chunk.module.parameters(), *chunk.module.buffers()]
-        for part in optimizer.chained_optimizers:
-            kept += [p for group in part.optimizer.param_groups for p in group["params"]]
-            kept += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-        return cls(kept, [b.grad_data for b in buffers], device=device)
+    def of(cls, *trained: tuple[PolicyModel, Any], device: str = "cuda") -> DeviceMemory:
+        """Of a trainer rank's models, each with its optimizer: parameters, buffers, optimizer state; the gradient buffers are scratch, they are zeroed
+        before each step."""
+        kept, scratch = [], []
+        for model, optimizer in trained:
+            buffers = [b for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+            kept += [b.param_data for b in buffers if b.param_data is not None]
+            scratch += [b.grad_data for b in buffers]
+            for chunk in model.chunks:
+                kept += [*chunk.module.parameters(), *chunk.module.buffers()]
+            for part in optimizer.chained_optimizers:
+                kept += [p for group in part.optimizer.param_groups for p in group["params"]]
+                kept += [t for state in part.optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
+        return cls(kept, scratch, device=device)
 
     @property
     def bytes(self) -> int:

@@ -42,11 +42,12 @@ class PolicyModel:
 
 
 def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", recompute: str = "none", routing_replay: bool = True,
-                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True) -> PolicyModel:
+                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True, value_head: bool = False) -> PolicyModel:
     """The model of a Hugging Face folder on this rank, with its weights. Needs `init_distributed`; a collective call.
 
     `precision`: fp32 | bf16 (parameters and activations; gradients are always reduced in fp32). `stages`: first_stage_layers and
-    last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next).
+    last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next). `value_head`: one number a token
+    in place of the vocabulary, from weights of 0 that no folder has.
 
     Raises ConfigError: an unsupported architecture or precision, or a layout that does not fit it.
     """
@@ -55,9 +56,12 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     model = GPTModel(
         config=config, transformer_layer_spec=layer_spec(config), vocab_size=padded_vocab(arch.vocab, layout.tp), max_sequence_length=max_context,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(), parallel_output=True,
-        share_embeddings_and_output_weights=arch.tied, position_embedding_type="rope", rotary_percent=arch.rope_fraction,
+        share_embeddings_and_output_weights=arch.tied and not value_head, position_embedding_type="rope", rotary_percent=arch.rope_fraction,
         rotary_base=arch.rope_theta, rope_scaling=arch.llama3_rope_factor is not None, rope_scaling_factor=arch.llama3_rope_factor or 1.0,
     )
+    if value_head and model.post_process:
+        model.output_layer = torch.nn.Linear(arch.hidden, 1, bias=False, dtype=config.params_dtype)
+        torch.nn.init.zeros_(model.output_layer.weight)
     platform = miles.platform.current()
     if platform.name == "cuda":
         model = model.to(platform.device)

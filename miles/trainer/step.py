@@ -3,29 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 
-import miles.platform
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from miles.core import MilesError, StructureError
-from miles.platform.context_parallel import zigzag_positions
-from miles.trainer.algorithms import HISTOGRAM_EDGES, MAXIMA, SUMS, PolicyLoss, SampledTokens, quantile_of_histogram, truth_sums
-from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch, token_weights
+from miles.core import NO_VERSION, MilesError, StructureError
+from miles.trainer.algorithms import HISTOGRAM_EDGES, MAXIMA, SUMS, PolicyLoss, SampledTokens, k3, quantile_of_histogram, truth_sums
+from miles.trainer.batching import BatchPlan, Sequence, token_weights
+from miles.trainer.critic import Critic, Judgement
+from miles.trainer.forward import Figures, LossFunction, PackedForward, SampledRows
 from miles.trainer.logprob import token_logprobs
 from miles.trainer.model import PolicyModel
-from miles.trainer.replay import RoutingReplay, check_routes
+from miles.trainer.nonfinite import Fed, NonFinite
+from miles.trainer.reference import ReferencePolicy
 
 MAX_SKIPPED = 3
+STEP_SUMS = ("loss", "entropy", "reference_kl")  # over the tokens of a step, before those of truth_sums
 
 
 @dataclass(frozen=True)
@@ -36,8 +33,8 @@ class StepMetrics:
     """
 
     loss: float
-    grad_norm: float
-    lr: float
+    grad_norm: float  # 0 while the critic alone is trained
+    lr: float  # likewise
     tokens: int  # tokens of the batch, given and sampled
     sampled_tokens: int
     exact_tokens: int  # sampled tokens whose whole context was sampled by the very version being trained
@@ -46,11 +43,16 @@ class StepMetrics:
     logprob_diff_mean: float
     logprob_diff_p99: float  # rounded up to a histogram edge, at most 2.4 %
     logprob_diff_max: float
-    kl_mean: float
+    kl_mean: float  # KL(rollout || trainer), k3
+    reference_kl_mean: float  # KL(trainer || reference), k3; not a number without a reference
+    entropy_mean: float  # nats, of the trainer's distribution over the vocabulary where a token was sampled
     ess: float  # effective sample size over sampled tokens, (sum r)^2 / (n sum r^2), in (0, 1]
     clip_fraction: float
     importance_cut_fraction: float
     advantage_abs_mean: float
+    critic_loss: float  # this and the next two: not a number without a critic
+    critic_grad_norm: float
+    critic_explained_variance: float  # 1 - Var(return - value) / Var(return)
     microbatches: int
     skipped: bool  # loss or gradient was not finite: parameters and optimizer state are unchanged
 
@@ -65,38 +67,73 @@ class TrainStep:
     """
 
     def __init__(self, model: PolicyModel, optimizer, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, temperature: float,
-                 constant_tokens: int = 1):
-        """`constant_tokens`: the length by which reduction = "constant" divides."""
-        self.model, self.optimizer = model, optimizer
+                 constant_tokens: int = 1, reference: ReferencePolicy | None = None, critic: Critic | None = None, nonfinite: NonFinite | None = None):
+        """`constant_tokens`: the length by which reduction = "constant" divides. `nonfinite` keeps what was fed to steps that were skipped."""
+        self.model, self.optimizer, self.reference, self.critic = model, optimizer, reference, critic
         self.trainer, self.algorithm, self.temperature = trainer, algorithm, temperature
         self.constant_tokens, self.policy_loss = constant_tokens, PolicyLoss(algorithm)
-        self.replay = RoutingReplay(model.chunks, model.arch.moe_layers)
+        self.forward = PackedForward(model, trainer.max_tokens_per_microbatch)
         self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.routing_replay else None  # (L, K) to be recorded
-        self.device = miles.platform.current().device
-        self.data_rank = parallel_state.get_data_parallel_rank()
-        self.data_ranks = parallel_state.get_data_parallel_world_size()
-        cp, tp = model.layout.cp, model.layout.tp
-        self.align = 2 * cp if cp > 1 else 1
-        self.total_align = math.lcm(self.align, tp * cp)
-        self.skipped_in_a_row = 0
+        self.device = self.forward.device
+        self.nonfinite, self.skipped_in_a_row = nonfinite, 0
+
+    @property
+    def data_rank(self) -> int:
+        return self.forward.data_rank
+
+    @property
+    def layers(self) -> list[int]:
+        """Of the recorded routes, the MoE layers that this pipeline stage replays; none where it replays no routes."""
+        return self.forward.replay.layers
 
     def plan(self, lengths: list[int]) -> BatchPlan:
         """Where each sequence of `lengths` tokens goes. Equal on all ranks for equal input. Raises StructureError: a sequence is too long."""
-        fed = [-(-max(n - 1, 1) // self.align) * self.align for n in lengths]
-        return plan_batch(fed, self.data_ranks, self.trainer.max_tokens_per_microbatch * self.model.layout.cp)
+        return self.forward.plan(lengths)
 
     def run(self, sequences: list[Sequence], *, number: int) -> StepMetrics:
         """`run_planned` for callers that have the whole batch on every rank."""
         plan = self.plan([len(s.tokens) for s in sequences])
-        return self.run_planned(plan, [self._of_this_stage(sequences[i]) for i in plan.of_rank(self.data_rank)], number=number)
+        return self.run_planned(plan, [self.forward.of_this_stage(sequences[i]) for i in plan.of_rank(self.data_rank)], number=number)
 
-    def run_planned(self, plan: BatchPlan, mine: list[Sequence], *, number: int) -> StepMetrics:
+    def run_planned(self, plan: BatchPlan, mine: list[Sequence], *, number: int, version: int = NO_VERSION) -> StepMetrics:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
-        Their routes are those of this pipeline stage: layers `replay.layers` of the recorded ones.
+        Their routes are those of this pipeline stage: `layers` of the recorded ones. `version`: of the weights that are trained, for the record.
 
         Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
         MAX_SKIPPED times in a row.
         """
+        total_tokens, total_sampled, weights = self._count(plan, mine)
+        known = self._known(plan, mine, weights)
+        judgement = self.critic.judge(plan, mine, weights, known) if self.critic else None
+        known = judgement.known if judgement else known
+        for chunk in self.model.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        outputs = self._pass(plan, mine, weights, known, self._loss)
+        sums, maxima, histogram = self._reduce(outputs)
+        loss = sums["loss"]
+
+        skipped = not math.isfinite(loss) or self._gradients_not_finite()
+        if skipped:
+            self._keep(Fed(plan, self.data_rank, mine, weights, known, self.layers, version), number, loss, outputs, judgement)
+        self._count_skipped(skipped, number)
+        lr = learning_rate(self.trainer.optimizer, number) if self.critic is None or number >= self.critic.config.alone_steps else 0.0
+        grad_norm, critic_grad_norm = (math.nan, math.nan) if skipped else self._update(lr, number)
+        n, exact_n = max(sums["tokens"], 1.0), max(sums["exact_tokens"], 1.0)
+        return StepMetrics(
+            loss=loss, grad_norm=grad_norm, lr=lr, tokens=total_tokens, sampled_tokens=total_sampled, exact_tokens=int(sums["exact_tokens"]),
+            exact_logprob_diff_mean=sums["exact_abs_diff"] / exact_n, exact_logprob_diff_max=maxima["exact_max_diff"],
+            logprob_diff_mean=sums["abs_diff"] / n, logprob_diff_p99=min(quantile_of_histogram(histogram, 0.99), maxima["max_diff"]), logprob_diff_max=maxima["max_diff"],
+            kl_mean=sums["kl"] / n, reference_kl_mean=sums["reference_kl"] / n if self.reference else math.nan, entropy_mean=sums["entropy"] / n,
+            ess=sums["ratio"] ** 2 / (n * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
+            clip_fraction=sums["clipped"] / n, importance_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
+            critic_loss=judgement.loss if judgement else math.nan, critic_grad_norm=critic_grad_norm,
+            critic_explained_variance=judgement.explained_variance if judgement else math.nan,
+            microbatches=plan.microbatches, skipped=skipped,
+        )
+
+    def _count(self, plan: BatchPlan, mine: list[Sequence]) -> tuple[int, int, list[float]]:
+        """Collective: tokens of the step, sampled tokens of it, and the loss weight of each sampled token of each of `mine`."""
         counts = np.zeros(1 + plan.sequences, np.int64)  # tokens; then those sampled in each rollout, whose leaves may lie on several ranks
         for s in mine:
             if not 0 <= s.rollout < plan.sequences:
@@ -107,138 +144,108 @@ class TrainStep:
         totals = torch.from_numpy(counts).to(self.device)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
         total_tokens, *sampled = totals.tolist()
-        total_sampled = sum(sampled)
         weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction, self.constant_tokens)
+        return total_tokens, sum(sampled), weights
 
-        for chunk in self.model.chunks:
-            chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        self.replay.clear()
-        outputs = get_forward_backward_func()(
-            forward_step_func=self._forward, data_iterator=self._microbatches(plan, mine, weights), model=self.model.chunks,
-            num_microbatches=plan.microbatches, seq_length=self.trainer.max_tokens_per_microbatch, micro_batch_size=1, forward_only=False,
-        )
-        self.replay.clear()
-        loss, sums, maxima, histogram = self._reduce(outputs)
+    def _update(self, lr: float, number: int) -> tuple[float, float]:
+        """Collective: the optimizer steps, that of the policy unless `lr` is 0. Returns the norms of the gradients of policy and critic."""
+        critic_grad_norm = self.critic.step(self.critic.config.lr * warmth(self.trainer.optimizer, number)) if self.critic else math.nan
+        if not lr:
+            return 0.0, critic_grad_norm
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return float(self.optimizer.step()[1]), critic_grad_norm
 
-        lr = learning_rate(self.trainer.optimizer, number)
-        skipped = not math.isfinite(loss) or self._gradients_not_finite()
-        grad_norm = math.nan
-        if not skipped:
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            _, grad_norm, _ = self.optimizer.step()
-        self._count_skipped(skipped, number)
-        n, exact_n = max(sums["tokens"], 1.0), max(sums["exact_tokens"], 1.0)
-        return StepMetrics(
-            loss=loss, grad_norm=float(grad_norm), lr=lr, tokens=total_tokens, sampled_tokens=total_sampled, exact_tokens=int(sums["exact_tokens"]),
-            exact_logprob_diff_mean=sums["exact_abs_diff"] / exact_n, exact_logprob_diff_max=maxima["exact_max_diff"],
-            logprob_diff_mean=sums["abs_diff"] / n, logprob_diff_p99=min(quantile_of_histogram(histogram, 0.99), maxima["max_diff"]), logprob_diff_max=maxima["max_diff"],
-            kl_mean=sums["kl"] / n, ess=sums["ratio"] ** 2 / (n * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
-            clip_fraction=sums["clipped"] / n, importance_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
-            microbatches=plan.microbatches, skipped=skipped,
-        )
+    # -- passes --------------------------------------------------------------------------------------------------------------------
 
-    def _of_this_stage(self, s: Sequence) -> Sequence:
-        return s if s.routes is None or self.model.layout.pp == 1 else replace(s, routes=s.routes[:, self.replay.layers])
+    def _pass(self, plan: BatchPlan, mine: list[Sequence], weights: list[float], known: list[Figures], loss: LossFunction, *, forward_only: bool = False) -> list[Figures]:
+        microbatches = zip(self.forward.microbatches(plan, mine, weights), known, strict=True)
+        return self.forward.run(microbatches, plan.microbatches, self._logprobs_of_targets, loss, forward_only=forward_only)
 
-    # -- forward -------------------------------------------------------------------------------------------------------------------
+    def _known(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> list[Figures]:
+        """What must be known of the tokens of each micro-batch before the policy is trained; on the last pipeline stage, where the loss is made."""
+        nothing: list[Figures] = [{}] * plan.microbatches
+        if self.reference is None:
+            return nothing
+        with self.reference.in_place():
+            return self._pass(plan, mine, weights, nothing, _reference_logprobs, forward_only=True) or nothing
 
-    def _microbatches(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> Iterator[PackedMicrobatch]:
-        routes_shape = (len(self.replay.layers), self.model.arch.top_k) if self.replay.active else None
-        start = 0
-        for bin_ in plan.bins[self.data_rank]:
-            part = slice(start, start + len(bin_))
-            start = part.stop
-            packed = pack(mine[part], weights[part], align=self.align, total_align=self.total_align, routes_shape=routes_shape)
-            if packed.routes is not None:
-                check_routes(packed.routes, self.model.arch.experts)
-            yield packed
+    def _logprobs_of_targets(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
+        return token_logprobs(hidden, weight, tokens.of("targets"), temperature=self.temperature, vocab=self.model.arch.vocab,
+                              tp_group=parallel_state.get_tensor_model_parallel_group())
 
-    def _forward(self, microbatches: Iterator[PackedMicrobatch], chunk: torch.nn.Module):
-        packed = next(microbatches)
-        rows = self._rows_of_this_rank(packed.bounds)
-        selected = np.flatnonzero(packed.mask[rows])
-
-        def tensor(array: np.ndarray) -> torch.Tensor:
-            return torch.from_numpy(array).to(self.device)
-
-        if self.replay.active:
-            routes = packed.routes[rows]
-            if self.model.config.sequence_parallel:
-                routes = np.split(routes, self.model.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
-            self.replay.load(tensor(routes))
-        bounds = tensor(packed.bounds)
-        packed_params = PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,
-            max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
-        )
-        targets = {"selected": tensor(selected), "targets": tensor(packed.targets[rows][selected])}
-        with self.replay.forward():
-            output = chunk(tensor(packed.input_ids[rows])[None], tensor(packed.positions[rows])[None], None, packed_seq_params=packed_params,
-                           output_processor=self._logprobs_of_targets, output_processor_context=targets)
-        chosen = {name: tensor(getattr(packed, name)[rows][selected]) for name in ("logprobs", "advantages", "weights", "exact", "sequence")}
-        return output, partial(self._loss, chosen, len(packed.bounds) - 1)
-
-    def _rows_of_this_rank(self, bounds: np.ndarray) -> np.ndarray:
-        """Rows of the packed micro-batch that this context-parallel rank holds, in its order."""
-        cp = self.model.layout.cp
-        if cp == 1:
-            return np.arange(bounds[-1])
-        rank = parallel_state.get_context_parallel_rank()
-        return np.concatenate([a + zigzag_positions(int(b - a), cp, rank).numpy() for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
-
-    def _logprobs_of_targets(self, *, hidden_states, output_layer, output_weight, context, **_unused):
-        """megatron-core's output hook on the last stage: log-probabilities of the sampled tokens only, float32 [n]."""
-        group = parallel_state.get_tensor_model_parallel_group()
-        if self.model.config.sequence_parallel:
-            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=True, group=group)
-        elif group.size() > 1:
-            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        weight = output_layer.weight if output_weight is None else output_weight
-        return token_logprobs(hidden_states[:, 0][context["selected"]], weight, context["targets"], temperature=self.temperature,
-                              vocab=self.model.arch.vocab, tp_group=group)
-
-    def _loss(self, chosen: dict[str, torch.Tensor], sequences: int, logprobs: torch.Tensor):
-        rollout, advantages = chosen["logprobs"], chosen["advantages"]
-        loss, clipped, cut = self.policy_loss(SampledTokens(
-            logprobs, self.policy_loss.proximal(logprobs, rollout), rollout, advantages, chosen["weights"], chosen["sequence"], sequences,
-            parallel_state.get_context_parallel_group()))
-        sums, maxima, histogram = truth_sums(logprobs, rollout, advantages, chosen["exact"], clipped, cut)
-        counted = torch.zeros((), dtype=torch.int, device=loss.device)  # megatron's own token count is not used
-        return loss, counted, {"add": torch.cat([loss.detach().double()[None], sums, histogram]), "max": maxima}
+    def _loss(self, tokens: SampledRows, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Figures]:
+        logprobs, entropy = output
+        rollout, advantages = tokens.of("logprobs"), tokens.known["advantages"] if self.critic else tokens.of("advantages")
+        t = SampledTokens(
+            logprobs, entropy, self.policy_loss.proximal(logprobs, rollout), rollout, advantages, tokens.of("weights"), tokens.of("sequence"), tokens.sequences,
+            reference=tokens.known.get("reference"), group=parallel_state.get_context_parallel_group())
+        loss, clipped, cut = self.policy_loss(t)
+        sums, maxima, histogram = truth_sums(logprobs, rollout, advantages, tokens.of("exact"), clipped, cut)
+        distance = torch.zeros_like(logprobs) if t.reference is None else k3(t)
+        ours = torch.stack([x.detach().double() for x in (loss, entropy.sum(), distance.sum())])
+        return loss, {"add": torch.cat([ours, sums, histogram]), "max": maxima}
 
     # -- figures -------------------------------------------------------------------------------------------------------------------
 
-    def _reduce(self, outputs: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, float], dict[str, float], torch.Tensor]:
+    def _reduce(self, outputs: list[Figures]) -> tuple[dict[str, float], dict[str, float], torch.Tensor]:
         """Sums over micro-batches and ranks, made on the last pipeline stage and given to all."""
-        add = torch.zeros(1 + len(SUMS) + len(HISTOGRAM_EDGES) + 1, dtype=torch.float64, device=self.device)
+        names = (*STEP_SUMS, *SUMS)
+        add = torch.zeros(len(names) + len(HISTOGRAM_EDGES) + 1, dtype=torch.float64, device=self.device)
         top = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self.device)
         for part in outputs:
             add += part["add"]
             top = torch.maximum(top, part["max"])
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(add, group=group)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        if self.model.layout.pp > 1:
-            for values in (add, top):
-                dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
-        values = add[: 1 + len(SUMS)].tolist()
-        return values[0], dict(zip(SUMS, values[1:], strict=True)), dict(zip(MAXIMA, top.tolist(), strict=True)), add[1 + len(SUMS) :].cpu()
+        add, top = self.forward.over_step(add), self.forward.over_step(top, dist.ReduceOp.MAX)
+        values = add[: len(names)].tolist()
+        return dict(zip(names, values, strict=True)), dict(zip(MAXIMA, top.tolist(), strict=True)), add[len(names) :].cpu()
 
     def _gradients_not_finite(self) -> bool:
-        buffers = [b for chunk in self.model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+        models = [self.model, *([self.critic.model] if self.critic else [])]
+        buffers = [b for model in models for chunk in model.chunks for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         bad = torch.stack([~torch.isfinite(b.grad_data).all() for b in buffers]).any().int()
         dist.all_reduce(bad, op=dist.ReduceOp.MAX)
         return bool(bad)
 
+    def _keep(self, fed: Fed, number: int, loss: float, outputs: list[Figures], judgement: Judgement | None) -> None:
+        """Collective: keep the micro-batches whose loss was not finite, the critic's before the policy's, which follows from it; all of them where a gradient
+        alone was not."""
+        losses = [part["add"][0] for part in outputs]
+        if judgement is not None and not math.isfinite(judgement.loss):
+            loss, losses = judgement.loss, judgement.losses
+        suspects = range(fed.plan.microbatches) if math.isfinite(loss) else self._not_finite(losses, fed.plan.microbatches)
+        path = self.nonfinite.keep(fed, number + 1, suspects) if self.nonfinite else None
+        if path:
+            print(f"step {number + 1}: loss or gradients were not finite, nothing is changed; what was fed: {path}", flush=True)
+
+    def _not_finite(self, losses: list[torch.Tensor], count: int) -> list[int]:
+        """Collective over the ranks of a replica: which of its micro-batches. `losses`: what each adds, on the last pipeline stage."""
+        bad = torch.zeros(count, dtype=torch.int32, device=self.device)
+        if losses:
+            bad += ~torch.isfinite(torch.stack(losses))
+        dist.all_reduce(bad, op=dist.ReduceOp.MAX, group=parallel_state.get_context_parallel_group())
+        if self.model.layout.pp > 1:
+            dist.broadcast(bad, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
+        return bad.nonzero()[:, 0].tolist()
+
     def _count_skipped(self, skipped: bool, number: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
-            raise MilesError(f"step {number}: loss or gradients were not finite {MAX_SKIPPED} times in a row; nothing was changed by these steps",
-                             "finite losses and gradients", "lower trainer.optimizer.lr, or look at the log-probability differences of the last steps")
+            raise MilesError(f"step {number + 1}: loss or gradients were not finite {MAX_SKIPPED} times in a row; nothing was changed by these steps",
+                             "finite losses and gradients", "lower trainer.optimizer.lr, or look at the log-probability differences of the last steps"
+                             + (f", and at what was fed: {self.nonfinite.folder}" if self.nonfinite else ""))
+
+
+def _reference_logprobs(tokens: SampledRows, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Figures]:
+    logprobs, _ = output
+    return logprobs.sum(), {"reference": logprobs}
 
 
 def learning_rate(config: OptimizerConfig, number: int) -> float:
     """lr * min(1, (number + 1) / warmup_steps): linear warm-up, then constant. `number` counts steps from 0."""
-    return config.lr if config.warmup_steps == 0 else config.lr * min(1.0, (number + 1) / config.warmup_steps)
+    return config.lr * warmth(config, number)
+
+
+def warmth(config: OptimizerConfig, number: int) -> float:
+    """Share of the learning rate that step `number` has."""
+    return 1.0 if config.warmup_steps == 0 else min(1.0, (number + 1) / config.warmup_steps)

@@ -58,13 +58,13 @@ def is_streamed(optimizer) -> bool:
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------------------
-def begin_saving(folder: Path, optimizer, chunks: list, arch: Architecture) -> Callable[[], list[Path]]:
-    """Collective. Take snapshots now; what is returned copies them into `folder`, beside training, and says which files these are."""
+def begin_saving(folder: Path, name: str, optimizer, chunks: list, arch: Architecture) -> Callable[[], list[Path]]:
+    """Collective. Take snapshots now; what is returned copies them into `folder`, in files of this name, beside training, and says which these are."""
     shards, rank, copies = shards_of(chunks, arch), dist.get_rank(), []
     for i, part in enumerate(optimizer.chained_optimizers):
         owned = {o.main: o for o in _owned(part, shards)}
         tensors = [SavedTensor(o.shard.names, o.shard.index, o.shard.of, o.shape, o.start, p.numel()) for p in part.optimizer.parameters for o in (owned[p],)]
-        state, described = (folder / name for name in file_names(rank, i))
+        state, described = (folder / file for file in file_names(name, rank, i))
         copies.append((part.optimizer.store.snapshot(), state, described, SavedFile(part.optimizer.store.layout.bucket, tensors)))
 
     def copy() -> list[Path]:
@@ -85,10 +85,10 @@ def begin_saving(folder: Path, optimizer, chunks: list, arch: Architecture) -> C
 
 
 @torch.no_grad()
-def restore(folder: Path, optimizer, chunks: list, arch: Architecture) -> None:
-    """Collective. Main parameters and moments of this rank, from the streamed state in a checkpoint of any layout. Raises EnvironmentFault: not all there."""
+def restore(folder: Path, name: str, optimizer, chunks: list, arch: Architecture) -> None:
+    """Collective. Main parameters and moments of this rank, from the streamed state of this name in a checkpoint of any layout. Raises EnvironmentFault: not all there."""
     shards = shards_of(chunks, arch)
-    with SavedState(folder) as saved:
+    with SavedState(folder, name) as saved:
         for part in optimizer.chained_optimizers:
             owned = {o.main: o for o in _owned(part, shards)}
             source = _Source(saved, arch)

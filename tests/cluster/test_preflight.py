@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles.cluster.preflight import precision
+from miles.cluster.preflight import model, precision
 from miles.config import load_config
 from miles.core import ConfigError
 from miles.weights.precision.folder import quantize_folder
@@ -33,6 +33,16 @@ def test_check_refuses_a_pattern_that_one_side_does_not_follow_or_that_matches_n
         precision(config("model.high_precision=['o_proj']"), None)
     with pytest.raises(ConfigError, match="'o_prj' matches no tensor"):
         precision(config("model.high_precision=['o_prj']"), None)
+
+
+@pytest.mark.parametrize(("changes", "option"), [
+    (("algorithm.kl_coefficient=0.1", "algorithm.reference=nowhere"), "algorithm.reference"),
+    (("algorithm.advantage=gae", "algorithm.critic.lr=1e-5", "algorithm.critic.path=nowhere"), "algorithm.critic.path"),
+])
+def test_check_refuses_a_reference_or_critic_that_is_not_there(config, changes, option):
+    assert model(config(), None).endswith("is there")
+    with pytest.raises(ConfigError, match=f"{option}: no model at nowhere"):
+        model(config(*changes), None)
 
 
 def test_check_says_the_formats_of_a_run_that_quantizes_nothing():

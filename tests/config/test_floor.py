@@ -28,6 +28,10 @@ def test_compute_is_that_of_the_slowest_stage_and_its_pipeline_fills_once():
     assert found["pipeline bubble"] == pytest.approx(found["compute"] / 2)  # 800 tokens are two micro-batches of at most 640
     again = seconds(small(*STEP, "trainer.recompute=full"))
     assert again["compute"] == pytest.approx(found["compute"] * 4 / 3)
+    assert seconds(small(*STEP, "algorithm.kl_coefficient=0.1"))["compute"] == pytest.approx(found["compute"] * 4 / 3)  # one more forward
+    # the critic is a model of its own without a head: 3 x the slowest stage's 2 x (2 x 1540) + 3 x 6672
+    critic = seconds(small(*STEP, "algorithm.advantage=gae", "algorithm.critic.lr=1e-5"))
+    assert critic["compute"] == pytest.approx(8 * 100 * 3 * (6672 + 6160) / 2 / 1e6)
 
 
 def test_a_sparse_index_is_computed_in_the_forward_pass_alone():

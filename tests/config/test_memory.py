@@ -70,6 +70,19 @@ def test_a_small_layout_worked_by_hand():
     assert [items(s)["optimizer"] for s in plan.stages] == [12 * 1004, 12 * 1216]
 
 
+def test_a_critic_has_weights_gradients_and_state_of_its_own_and_no_vocabulary():
+    critic = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-5")
+    plan = draft_plan(small(*critic), SiteConfig(), SMALL)
+    both = [2 * 1004, 1216 + 1216 - 128 + 8]  # stage 2: a row of 8 on each tensor-parallel rank in place of half of the head
+    assert [s.parameters for s in plan.stages] == [1004, 1216]  # of the policy
+    assert [items(s)["weights"] for s in plan.stages] == [2 * n for n in both]
+    assert [items(s)["gradients"] for s in plan.stages] == [4 * n for n in both]
+    assert [items(s)["optimizer"] for s in plan.stages] == [12 * n for n in both]
+    streamed = draft_plan(small(*critic, "trainer.optimizer.state=stream"), SiteConfig(), SMALL)
+    assert round(streamed.disk_per_node_gb * 1e9) == 4 * 3 * 12 * max(both)
+    assert items(streamed.stages[0])["optimizer"] == 2 * 3e9
+
+
 # the same with latent attention and a sparse index in layers 1, 2 and 4: 2 heads of 4, 5 keys of a token
 SPARSE = SMALL | {"model_type": "glm_moe_dsa", "q_lora_rank": 3, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 4,
                   "index_n_heads": 2, "index_head_dim": 4, "index_topk": 5, "index_topk_freq": 2, "index_skip_topk_offset": 2}

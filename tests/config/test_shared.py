@@ -24,6 +24,7 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     ("configs/tiny_async.toml", ("buffer.capacity_groups=3",), "buffer.capacity_groups = 3 never holds a step of 4 groups; expected >= 4; raise buffer.capacity"),
+    (COLOCATED, ("algorithm.reference=elsewhere",), "algorithm.reference = 'elsewhere' with algorithm.kl_coefficient = 0, which needs none.*set algorithm.kl_coefficient"),
     (COLOCATED, ("buffer.capacity_groups=1",), "buffer.capacity_groups = 1 never holds a step of 2 groups; expected >= 2; raise buffer.capacity"),
 ])
 def test_what_cannot_work_is_refused_with_what_to_do(file, changes, message):
@@ -48,7 +49,16 @@ def test_each_side_must_fit_beside_what_the_other_leaves_and_not_beside_all_of_i
     # 4 layers of 4 x 1024^2 + 3 x 1024 x 4096 + 2 x 1024, embedding and head of 32000 x 1024, final norm: weights and two moments on one of two ranks, fp32
     parameters = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 32000 * 1024 + 1024
     host = 2 * (4 * parameters + 8 * parameters / 2) / 1e9
-    assert f"each node holds {host:.0f} GB of trainer state in host memory" in "\n".join(shared.notes)
+    assert f"host memory: each trainer node holds {host:.0f} GB of trainer state while engines generate" in shared.notes
+
+
+def test_the_weights_of_a_reference_policy_are_counted_on_the_host_beside_what_else_is_there():
+    parameters = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 32000 * 1024 + 1024
+    plain, held = (draft_plan(colocated(*kl, "cluster.trainer.memory_gb=3"), SiteConfig(), SMALL) for kl in ((), ("algorithm.kl_coefficient=0.1",)))
+    assert not plain.problems and not any("reference" in note for note in plain.notes)
+    assert f"host memory: each trainer node holds {2 * 4 * parameters / 1e9:.0f} GB of reference weights" in held.notes
+    assert len(held.problems) == 1 and "while engines generate and 1 GB of reference weights on each trainer node, cluster.trainer.memory_gb = 3" in held.problems[0]
+    assert held.stages == plain.stages  # nothing on the GPU
 
 
 def test_weights_that_stay_on_the_gpu_count_in_the_trainers_phase():
@@ -64,7 +74,7 @@ def test_a_gpu_that_fits_either_phase_is_enough_and_a_smaller_one_is_refused():
 
 def test_host_memory_that_cannot_take_the_trainers_state_is_refused():
     plan = draft_plan(colocated("cluster.trainer.memory_gb=1"), SiteConfig(), SMALL)
-    assert any("go to host memory, cluster.trainer.memory_gb = 1; raise it" in p for p in plan.problems)
+    assert any("trainer state while engines generate on each trainer node, cluster.trainer.memory_gb = 1; raise it" in p for p in plan.problems)
 
 
 def test_the_rehearsal_of_a_colocated_job_is_colocated():

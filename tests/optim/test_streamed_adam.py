@@ -129,7 +129,7 @@ def test_a_snapshot_stays_what_it_was_while_steps_go_on_and_gives_its_space_back
         optimizer.step()
     assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "snapshot", "manifest.json"}
     save(optimizer, snapshot, tmp_path)
-    with SavedState(tmp_path) as saved:
+    with SavedState(tmp_path, "optimizer") as saved:
         for n, want in enumerate(then):
             assert all(torch.equal(a, b) for a, b in zip(saved.read((f"p{n}",), 0, 0, SIZES[n]), want, strict=True))
     assert not (tmp_path / "state" / "snapshot").exists()
@@ -139,7 +139,7 @@ def test_a_snapshot_stays_what_it_was_while_steps_go_on_and_gives_its_space_back
 
 
 def save(optimizer, snapshot, folder, rank=0, starts=(0, 0, 0, 0), names=None):
-    state, described = file_names(rank, 0)
+    state, described = file_names("optimizer", rank, 0)
     snapshot.copy(folder / state)
     tensors = [SavedTensor((f"p{n}",) if names is None else names, 0, 1, (size,), start, p.numel())
                for n, (size, start, p) in enumerate(zip(SIZES, starts, optimizer.parameters, strict=True))]
@@ -153,7 +153,7 @@ def test_any_range_of_a_parameter_is_found_in_a_saved_file(tmp_path, start, coun
     set_gradients(params, 0)
     optimizer.step()
     save(optimizer, optimizer.store.snapshot(), tmp_path)
-    with SavedState(tmp_path) as saved:
+    with SavedState(tmp_path, "optimizer") as saved:
         assert saved.shards(("p3",)) == (1, (7777,))
         for got, want in zip(saved.read(("p3",), 0, start, count), state_of(optimizer)[3], strict=True):
             assert torch.equal(got, want[start:start + count])
@@ -163,13 +163,13 @@ def test_saved_state_that_does_not_hold_all_is_an_environment_fault(tmp_path):
     params = parameters()
     optimizer = streamed(tmp_path / "state", params)
     save(optimizer, optimizer.store.snapshot(), tmp_path)
-    with SavedState(tmp_path) as saved:
+    with SavedState(tmp_path, "optimizer") as saved:
         with pytest.raises(EnvironmentFault, match=r"10 of 7777 elements of shard 0 .* are not in"):
             saved.read(("p3",), 0, 10, 7777)
         with pytest.raises(EnvironmentFault, match="has nothing for"):
             saved.shards(("p4",))
     os.truncate(tmp_path / "optimizer_00000.0.state", 4096)
-    with SavedState(tmp_path) as saved, pytest.raises(EnvironmentFault, match="a file ends before byte"):
+    with SavedState(tmp_path, "optimizer") as saved, pytest.raises(EnvironmentFault, match="a file ends before byte"):
         saved.read(("p3",), 0, 0, 7777)
 
 

@@ -41,6 +41,8 @@ def step_row(step, epoch, **changes):
         "logprob_diff_p99": 5e-3,
         "logprob_diff_max": 1e-2,
         "kl_mean": 1e-4,
+        "reference_kl_mean": step / 100,
+        "entropy_mean": 2.0 - step / 4,
         "ess": 0.99,
         "clip_fraction": 0.01,
         "importance_cut_fraction": 0.0,

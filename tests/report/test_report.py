@@ -126,6 +126,14 @@ def test_dropped_by_reason_with_length_and_reward(run):
     assert s["trajectories"]["finish"] == {"done": 10}
 
 
+def test_entropy_and_divergence_from_the_reference_from_the_first_step_to_the_last(run):
+    s = report(run.path)
+    steps = s["steps"]
+    assert (s["policy"]["entropy_mean"]["first"], s["policy"]["entropy_mean"]["last"]) == (1.75, 2.0 - steps / 4)
+    assert (s["policy"]["reference_kl_mean"]["first"], s["policy"]["reference_kl_mean"]["max"]) == (0.01, steps / 100)
+    assert f"entropy 1.75 -> {2 - steps / 4:.3g} nats a token; KL to the reference 1.00e-02 -> {steps / 100:.2e}, max {steps / 100:.2e}" in render_text(s)
+
+
 def test_leaves_and_the_causes_of_branches_and_refusals(run):
     s = report(run.path)
     assert s["trajectories"]["mismatches"] == {"branched": {"content": 5, "rewind": 1}, "refused": {"history:tools": 1}}

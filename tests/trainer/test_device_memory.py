@@ -38,7 +38,7 @@ def test_training_goes_on_as_if_nothing_had_been_released(world, models, family)
 
     def train(between):
         step = worlds.build(models[family], {})
-        memory = DeviceMemory.of(step.model, step.optimizer, device="cpu")
+        memory = DeviceMemory.of((step.model, step.optimizer), device="cpu")
         out = []
         for number, batch in enumerate(batches):
             out.append(vars(step.run(batch, number=number)))

@@ -23,7 +23,7 @@ def run(tmp_path):
 
 def feed(run, layers, shape=(6, 2)):
     """The feed of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
-    return Feed(run, None, SimpleNamespace(replay=SimpleNamespace(layers=layers, active=bool(layers)), routes_shape=shape), None, None, None, None, None)
+    return Feed(run, None, SimpleNamespace(layers=layers, routes_shape=shape), None, None, None, None, None)
 
 
 def put(run, routes):

@@ -39,8 +39,9 @@ def config(root, model, *more):
 
 
 @pytest.fixture
-def run(tmp_path, model):
-    r = RunDir.create(config(tmp_path, model))
+def run(tmp_path, model, request):
+    """Parametrized with further settings of the run, where a test is."""
+    r = RunDir.create(config(tmp_path, model, *getattr(request, "param", ())))
     r.new_attempt()
     return r
 
@@ -109,6 +110,10 @@ def ranks_of(process):
     return [int(line.split()[0]) for line in out.splitlines() if line.endswith(f"-m miles.trainer {process.args[-1]}") and "mpiexec" not in line and "hydra" not in line]
 
 
+JUDGED = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-3", "algorithm.critic.alone_steps=1", "algorithm.kl_coefficient=0.1")
+
+
+@pytest.mark.parametrize("run", [(), JUDGED], indirect=True, ids=["policy", "policy, critic and reference"])
 def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     producer, store = Producer(run), WeightStore(run)
     first = start(run)
@@ -133,6 +138,7 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         t = f["tables/steps"]
         assert t["step"].tolist() == [3, 4] and t["unaccounted_tokens"].tolist() == [0, 0]
         assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
+        assert np.isfinite(t["critic_loss"]).all() == np.isfinite(t["reference_kl_mean"]).all() == (run.config.algorithm.critic is not None)
         assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
 
 

@@ -23,7 +23,7 @@ def tokens(new, old, rollout=None, advantages=None, weights=None, sequence=None)
     n = len(new)
     logprobs = log(new).requires_grad_()
     sequence = torch.tensor(sequence or [0] * n, dtype=torch.int64)
-    return SampledTokens(logprobs, logprobs.detach() if old is None else log(old), log(rollout or old or new), torch.tensor(advantages or [1.0] * n),
+    return SampledTokens(logprobs, torch.zeros(n), logprobs.detach() if old is None else log(old), log(rollout or old or new), torch.tensor(advantages or [1.0] * n),
                          torch.tensor(weights or [1.0] * n), sequence, int(sequence.max()) + 1 if n else 1)
 
 
@@ -90,7 +90,7 @@ def test_with_one_update_per_batch_every_surrogate_is_the_policy_gradient(items,
     """pi = pi_old: the gradient of each token's log-probability is its advantage."""
     logprobs = torch.tensor([lp for lp, _ in items]).requires_grad_()
     advantages = torch.tensor([a for _, a in items])
-    t = SampledTokens(logprobs, logprobs.detach(), logprobs.detach(), advantages, torch.ones(len(items)), torch.zeros(len(items), dtype=torch.int64), 1)
+    t = SampledTokens(logprobs, torch.zeros(len(items)), logprobs.detach(), logprobs.detach(), advantages, torch.ones(len(items)), torch.zeros(len(items), dtype=torch.int64), 1)
     objective, _ = load_surrogate(AlgorithmConfig(name=name))(t)
     assert gradient(t, objective) == pytest.approx(advantages.tolist(), abs=1e-5)
 
@@ -156,7 +156,7 @@ def test_the_proximal_policy_is_the_current_one_or_the_one_that_sampled():
 def test_extreme_differences_stay_finite(name, level):
     logprobs = torch.tensor([-1e4, -1e-3]).requires_grad_()
     old = torch.tensor([-1e-3, -1e4])
-    t = SampledTokens(logprobs, old, old.flip(0), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0, 1]), 2)
+    t = SampledTokens(logprobs, torch.zeros(2), old, old.flip(0), torch.tensor([1.0, -1.0]), torch.tensor([0.5, 0.5]), torch.tensor([0, 1]), 2)
     loss, _, _ = PolicyLoss(AlgorithmConfig(name=name, importance_level=level))(t)
     loss.backward()
     assert math.isfinite(float(loss.detach())) and torch.isfinite(logprobs.grad).all()

@@ -16,7 +16,9 @@ from miles.config.schema import AlgorithmConfig, LayoutConfig, TrainerConfig
 from miles.core import Layout
 from miles.trainer.batching import Sequence
 from miles.trainer.checkpoint import begin_checkpoint, load_checkpoint
+from miles.trainer.critic import Critic
 from miles.trainer.model import build_model, build_optimizer
+from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import TrainStep
 from miles.weights.mapping import export_hf
 
@@ -62,12 +64,18 @@ def trainer_config(layout: Layout, **changes) -> TrainerConfig:
 
 def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
           algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, **trainer) -> TrainStep:
-    """`state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers of an uneven pipeline."""
+    """`state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers of an uneven pipeline. A reference
+    policy and a critic where the algorithm wants them."""
     lay = Layout(world=dist.get_world_size(), **layout)
     streamed = {"state": "stream"} if state_dir else {}
     config = trainer_config(lay, optimizer={"lr": 1e-3, **streamed, **(optimizer or {})}, **trainer)
-    model = build_model(folder, lay, precision=precision, recompute=recompute, routing_replay=replay, stages=uneven(stages))
-    return TrainStep(model, build_optimizer(model, config.optimizer, folder_in(state_dir)), config, AlgorithmConfig(**(algorithm or {})), temperature=temperature)
+    how = {"precision": precision, "recompute": recompute, "stages": uneven(stages)}
+    model = build_model(folder, lay, routing_replay=replay, **how)
+    a = AlgorithmConfig(**(algorithm or {}))
+    reference = ReferencePolicy(model, a.reference or folder) if a.kl_coefficient else None
+    optimizer = build_optimizer(model, config.optimizer, folder_in(state_dir))
+    critic = Critic.build(model, folder, config, a, folder_in(state_dir), **how) if a.critic else None
+    return TrainStep(model, optimizer, config, a, temperature=temperature, reference=reference, critic=critic)
 
 
 def uneven(stages: dict | None) -> LayoutConfig | None:
@@ -91,9 +99,9 @@ def capture_logprobs(step: TrainStep) -> list[list[float]]:
     seen: list[list[float]] = []
     inner = step._loss
 
-    def loss(chosen, sequences, logprobs):
-        seen.append(logprobs.detach().tolist())
-        return inner(chosen, sequences, logprobs)
+    def loss(tokens, output):
+        seen.append(output[0].detach().tolist())
+        return inner(tokens, output)
 
     step._loss = loss
     return seen
@@ -128,7 +136,7 @@ def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
         step = build(folder, layout, algorithm={"reduction": reduction})
         plan = step.plan([len(s.tokens) for s in batch])
         out[name] = vars(step.run(batch, number=0))
-        out["leaves"] = [r for i in (0, 1) for r in range(step.data_ranks) if i in plan.of_rank(r)]
+        out["leaves"] = [r for i in (0, 1) for r in range(step.forward.data_ranks) if i in plan.of_rank(r)]
     return out
 
 
@@ -148,17 +156,17 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None 
 
 
 def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32",
-                      state_dir: str = "") -> dict:
+                      state_dir: str = "", algorithm: dict | None = None) -> dict:
     """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir)
+    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm)
     for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
         Path(checkpoint).mkdir(parents=True)
     dist.barrier()
     start = time.perf_counter()
-    saving = begin_checkpoint(checkpoint, step.model, step.optimizer)
+    saving = begin_checkpoint(checkpoint, step.model, step.optimizer, step.critic)
     seconds = time.perf_counter() - start
     drawn = torch.rand(2).tolist()
     went_on = [vars(step.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
@@ -166,8 +174,8 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     dist.barrier()
     saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir)
-    load_checkpoint(checkpoint, again.model, again.optimizer)
+    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm)
+    load_checkpoint(checkpoint, again.model, again.optimizer, again.critic)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
     rewritten = {n: t for n, t in export_hf(again.model.chunks, again.model.arch)}
@@ -175,8 +183,8 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
             "different": [n for n in weights if not torch.equal(weights[n], rewritten[n])], "tensors": len(weights)}
 
 
-def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "") -> list[dict]:
+def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "", algorithm: dict | None = None) -> list[dict]:
     """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
-    step = build(folder, layout, replay=bool(routes), state_dir=state_dir)
-    load_checkpoint(checkpoint, step.model, step.optimizer)
+    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm)
+    load_checkpoint(checkpoint, step.model, step.optimizer, step.critic)
     return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]

@@ -1,16 +1,20 @@
 """From rewards and log-probabilities to the loss: one module for each idea, all pure, each with its paper's equation.
 
     advantage.py    rewards of a step -> advantage of each sample
+    gae.py          rewards and values of a critic -> advantage of each token
     surrogate.py    policy ratio and advantage -> objective of each token (PPO's clip, GSPO, CISPO)
     importance.py   trainer against engine -> weight of each token
+    kl.py           trainer against a reference policy -> divergence of each token
     tokens.py       what they are given
-    loss.py         the three put together; weights of tokens (the reduction) come from miles.trainer.batching
+    loss.py         these put together; weights of tokens (the reduction) come from miles.trainer.batching
     truth.py        how far trainer and engine are apart
 """
 
 from miles.trainer.algorithms.advantage import load_advantage, step_advantages
+from miles.trainer.algorithms.gae import gae_of_sequences
+from miles.trainer.algorithms.kl import k3
 from miles.trainer.algorithms.loss import PolicyLoss
 from miles.trainer.algorithms.tokens import SampledTokens
 from miles.trainer.algorithms.truth import HISTOGRAM_EDGES, MAXIMA, SUMS, quantile_of_histogram, truth_sums
 
-__all__ = ["HISTOGRAM_EDGES", "MAXIMA", "SUMS", "PolicyLoss", "SampledTokens", "load_advantage", "quantile_of_histogram", "step_advantages", "truth_sums"]
+__all__ = ["HISTOGRAM_EDGES", "MAXIMA", "SUMS", "PolicyLoss", "SampledTokens", "gae_of_sequences", "k3", "load_advantage", "quantile_of_histogram", "step_advantages", "truth_sums"]

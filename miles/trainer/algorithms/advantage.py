@@ -36,7 +36,7 @@ def rloo(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
 
 
 def reinforce_pp(rewards: np.ndarray, groups: np.ndarray, eps: float = EPS) -> np.ndarray:
-    """(r - mean) / (std + eps) over all samples of the step   (REINFORCE++, Hu 2025, arXiv:2501.03262, eq. 3; its KL term is not part of it here)."""
+    """(r - mean) / (std + eps) over all samples of the step   (REINFORCE++, Hu 2025, arXiv:2501.03262, eq. 3; its KL term: algorithm.kl = "k1", of each token alone)."""
     return grpo(rewards, np.zeros_like(groups), eps)
 
 
@@ -45,7 +45,13 @@ def reinforce_pp_baseline(rewards: np.ndarray, groups: np.ndarray, eps: float = 
     return grpo(_centred(rewards, groups)[0], np.zeros_like(groups), eps)
 
 
-NAMED: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce++": reinforce_pp, "reinforce++_baseline": reinforce_pp_baseline}
+def reward_itself(rewards: np.ndarray, groups: np.ndarray) -> np.ndarray:
+    """r: advantages of tokens are made of it by a critic (miles.trainer.critic)."""
+    return rewards
+
+
+NAMED: dict[str, Advantage] = {"grpo": grpo, "dr_grpo": dr_grpo, "rloo": rloo, "reinforce++": reinforce_pp, "reinforce++_baseline": reinforce_pp_baseline,
+                              "gae": reward_itself}
 
 
 def load_advantage(name: str) -> Advantage:

@@ -12,15 +12,17 @@ MAX_LOG_RATIO = 20.0  # e^20 = 4.9e8: beyond, a ratio is clipped or truncated an
 
 @dataclass(frozen=True)
 class SampledTokens:
-    """n tokens; float32 [n] unless said otherwise. Only `logprobs` has a gradient."""
+    """n tokens; float32 [n] unless said otherwise. Only `logprobs` and `entropy` have a gradient."""
 
     logprobs: torch.Tensor  # of the policy that is trained
+    entropy: torch.Tensor  # nats, of its distribution over the vocabulary where the token was sampled
     old: torch.Tensor  # of the proximal policy, which ratios are taken against
     rollout: torch.Tensor  # of the engine that sampled
     advantages: torch.Tensor
     weights: torch.Tensor  # share of each token in the step's loss; they sum to 1 over the step
     sequence: torch.Tensor  # int64 [n], which sequence of the micro-batch it is a token of, 0 .. sequences - 1
     sequences: int
+    reference: torch.Tensor | None = None  # log-probabilities of the reference policy, where there is one
     group: dist.ProcessGroup | None = None  # ranks that hold other tokens of the same sequences (context parallel)
 
     def mean_of_sequence(self, values: torch.Tensor) -> torch.Tensor:

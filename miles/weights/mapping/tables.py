@@ -51,6 +51,7 @@ def _layer(megatron: str, *hf: str, kind: str = "plain", axis: int | None = None
 EMBEDDING = Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "vocab", 0)
 FINAL_NORM = Rule("decoder.final_layernorm.weight", ("model.norm.weight",))
 OUTPUT = Rule("output_layer.weight", ("lm_head.weight",), "vocab", 0)
+VALUE_HEAD = Rule("output_layer.weight", ("value_head.weight",))  # a critic's, which no folder has
 ATTENTION = (
     _layer("input_layernorm.weight", "input_layernorm.weight"),
     _layer("self_attention.linear_qkv.weight", "self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight", kind="qkv", axis=0),

@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from miles.core import ConfigError, StructureError
 from miles.weights.mapping.architecture import Architecture
-from miles.weights.mapping.tables import Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
+from miles.weights.mapping.tables import VALUE_HEAD, Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
 
 BUCKET_BYTES = 64 * 2**20
 Key = tuple[str, int | None, int | None]  # (megatron name pattern, layer, expert)
@@ -54,7 +54,7 @@ class SafetensorsFolder:
 
 
 def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture) -> None:
-    """Fill the parameters of this rank's model chunks from the Hugging Face folder. Needs megatron's parallel state.
+    """Fill the parameters of this rank's model chunks, but for a value head, from the Hugging Face folder. Needs megatron's parallel state.
 
     Raises ConfigError: a missing tensor. StructureError: a parameter without a rule, or of another shape than the folder's.
     """
@@ -63,6 +63,8 @@ def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture
     with torch.no_grad():
         for (pattern, layer, expert), parameter in place.local.items():
             rule = place.rules[pattern]
+            if rule is VALUE_HEAD:
+                continue
             size, rank = place.shard_of_this_rank(rule)
             slices = [source.slice_of(name) for name in hf_names(rule, layer, expert)]
             wanted = shard_slices(rule, [tuple(s.get_shape()) for s in slices], size, rank)
@@ -159,8 +161,10 @@ class _Placement:
         layers: list[int] = []
         for chunk in inner:
             layers += [layer.layer_number - 1 for layer in chunk.decoder.layers]
-            for name, tensor in _weights(chunk):
+            for name, tensor in _named_weights(chunk):
                 rule, layer, expert = find_rule(arch, name)
+                if name == VALUE_HEAD.megatron and isinstance(chunk.output_layer, torch.nn.Linear):  # as build_model makes it
+                    rule = self.rules[name] = VALUE_HEAD
                 self.rules.setdefault(rule.megatron, rule)
                 layer = None if layer is None else chunk.decoder.layers[layer].layer_number - 1
                 expert = None if expert is None else expert + ep_rank * self.experts_per_rank
@@ -225,7 +229,12 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
     return module
 
 
-def _weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def local_weights(model: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """What `load_hf` fills, in a fixed order."""
+    return (tensor.detach() for chunk in model for _, tensor in _named_weights(_unwrap(chunk)))
+
+
+def _named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and the one buffer that is a weight."""
     yield from module.named_parameters()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))

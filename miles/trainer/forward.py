@@ -1,0 +1,162 @@
+"""Packed micro-batches through a model, in any parallel layout: the one way in which weights are trained and scored.
+
+    plan -> micro-batches -> model -> head (on the last pipeline stage, at the sampled tokens) -> loss
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+
+import miles.platform
+from miles.platform.context_parallel import zigzag_positions
+from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch
+from miles.trainer.model import PolicyModel
+from miles.trainer.replay import RoutingReplay, check_routes
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The n sampled tokens of a micro-batch whose rows this context-parallel rank holds, and what a pass before this one found out about them."""
+
+    packed: PackedMicrobatch
+    rows: np.ndarray  # int64 [N / cp], rows of the micro-batch on this rank, in its order
+    selected: np.ndarray  # int64 [n], those of `rows` whose target was sampled
+    known: Figures  # by name, [n] each
+
+    def of(self, name: str) -> torch.Tensor:
+        """[n] on the device: the field `name` of the micro-batch."""
+        return torch.from_numpy(getattr(self.packed, name)[self.rows][self.selected]).to(miles.platform.current().device)
+
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """[..., N] from [..., n]: for all rows of the micro-batch, over context-parallel ranks; 0 where nothing was sampled. Without gradient."""
+        out = values.new_zeros(*values.shape[:-1], len(self.packed.mask))
+        out[..., torch.from_numpy(self.rows[self.selected]).to(values.device)] = values.detach()
+        if parallel_state.get_context_parallel_world_size() > 1:
+            dist.all_reduce(out, group=parallel_state.get_context_parallel_group())
+        return out
+
+    @property
+    def sequences(self) -> int:
+        return len(self.packed.bounds) - 1
+
+
+Head = Callable[..., Any]
+"""(hidden_states [n, h], weight of the output layer, SampledRows) -> whatever the loss is made of."""
+LossFunction = Callable[[SampledRows, Any], tuple[torch.Tensor, Figures]]
+"""(SampledRows, what the head gave) -> (loss to be summed over micro-batches and ranks, what `run` returns)."""
+
+
+class PackedForward:
+    """Runs one model. `data_rank` of `data_ranks` takes the sequences of `plan.of_rank(data_rank)`."""
+
+    def __init__(self, model: PolicyModel, max_tokens: int, *, shared_head: bool = False):
+        """`max_tokens`: of a micro-batch on one context-parallel rank. `shared_head`: every tensor-parallel rank has the whole output layer, and so the
+        whole gradient of its input, instead of a part of either."""
+        self.model, self._max_tokens, self._shared_head = model, max_tokens, shared_head
+        self.replay = RoutingReplay(model.chunks, model.arch.moe_layers)
+        self.device = miles.platform.current().device
+        self.data_rank = parallel_state.get_data_parallel_rank()
+        self.data_ranks = parallel_state.get_data_parallel_world_size()
+        cp, tp = model.layout.cp, model.layout.tp
+        self._align = 2 * cp if cp > 1 else 1
+        self._total_align = math.lcm(self._align, tp * cp)
+
+    def plan(self, lengths: list[int]) -> BatchPlan:
+        """Where each sequence of `lengths` tokens goes. Equal on all ranks for equal input. Raises StructureError: a sequence is too long."""
+        fed = [-(-max(n - 1, 1) // self._align) * self._align for n in lengths]
+        return plan_batch(fed, self.data_ranks, self._max_tokens * self.model.layout.cp)
+
+    def of_this_stage(self, s: Sequence) -> Sequence:
+        """With the routes of this pipeline stage's layers."""
+        return s if s.routes is None or self.model.layout.pp == 1 else replace(s, routes=s.routes[:, self.replay.layers])
+
+    def microbatches(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> Iterator[PackedMicrobatch]:
+        """Those of this data-parallel rank. `weights[i]`: loss weight of each sampled token of `mine[i]`. Raises StructureError: routes do not fit the model."""
+        routes_shape = (len(self.replay.layers), self.model.arch.top_k) if self.replay.active else None
+        start = 0
+        for bin_ in plan.bins[self.data_rank]:
+            part = slice(start, start + len(bin_))
+            start = part.stop
+            packed = pack(mine[part], weights[part], align=self._align, total_align=self._total_align, routes_shape=routes_shape)
+            if packed.routes is not None:
+                check_routes(packed.routes, self.model.arch.experts)
+            yield packed
+
+    def run(self, microbatches: Iterable[tuple[PackedMicrobatch, Figures]], count: int, head: Head, loss: LossFunction, *, forward_only: bool = False) -> list[Figures]:
+        """Forward, and backward into the gradient buffers, over `count` micro-batches, each with what is `known` of its tokens. Returns what `loss` found
+        of each on the last pipeline stage, and nothing on the others. A collective call."""
+        self.replay.clear()
+        with torch.set_grad_enabled(not forward_only):
+            outputs = get_forward_backward_func()(
+                forward_step_func=partial(self._forward, head, loss), data_iterator=iter(microbatches), model=self.model.chunks, num_microbatches=count,
+                seq_length=self._max_tokens, micro_batch_size=1, forward_only=forward_only,
+            )
+        self.replay.clear()
+        return outputs
+
+    def over_step(self, values: torch.Tensor, op=dist.ReduceOp.SUM) -> torch.Tensor:
+        """Collective: `values` of the last pipeline stage, reduced over data- and context-parallel ranks and given to all stages."""
+        dist.all_reduce(values, op=op, group=parallel_state.get_data_parallel_group(with_context_parallel=True))
+        if self.model.layout.pp > 1:
+            dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
+        return values
+
+    def _forward(self, head: Head, loss: LossFunction, microbatches: Iterator[tuple[PackedMicrobatch, Figures]], chunk: torch.nn.Module):
+        packed, known = next(microbatches)
+        rows = self._rows_of_this_rank(packed.bounds)
+        tokens = SampledRows(packed, rows, np.flatnonzero(packed.mask[rows]), known)
+
+        def tensor(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device)
+
+        if self.replay.active:
+            routes = packed.routes[rows]
+            if self.model.config.sequence_parallel:
+                routes = np.split(routes, self.model.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
+            self.replay.load(tensor(routes))
+        bounds = tensor(packed.bounds)
+        packed_params = PackedSeqParams(
+            qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,
+            max_seqlen_q=packed.longest, max_seqlen_kv=packed.longest,
+        )
+        with self.replay.forward():
+            output = chunk(tensor(packed.input_ids[rows])[None], tensor(packed.positions[rows])[None], None, packed_seq_params=packed_params,
+                           output_processor=partial(self._head, head), output_processor_context=tokens)
+
+        def summed(output):
+            value, figures = loss(tokens, output)
+            return value, torch.zeros((), dtype=torch.int, device=value.device), figures  # megatron's own token count is not used
+
+        return output, summed
+
+    def _head(self, head: Head, *, hidden_states, output_layer, output_weight, context, **_unused):
+        """megatron-core's output hook on the last stage."""
+        group = parallel_state.get_tensor_model_parallel_group()
+        if self.model.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=not self._shared_head, group=group)
+        elif group.size() > 1 and not self._shared_head:
+            hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
+        selected = torch.from_numpy(context.selected).to(self.device)
+        return head(hidden_states[:, 0][selected], output_layer.weight if output_weight is None else output_weight, context)
+
+    def _rows_of_this_rank(self, bounds: np.ndarray) -> np.ndarray:
+        """Rows of the packed micro-batch that this context-parallel rank holds, in its order."""
+        cp = self.model.layout.cp
+        if cp == 1:
+            return np.arange(bounds[-1])
+        rank = parallel_state.get_context_parallel_rank()
+        return np.concatenate([a + zigzag_positions(int(b - a), cp, rank).numpy() for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
