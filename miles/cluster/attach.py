@@ -27,8 +27,8 @@ def pool_facts(config: MilesConfig, nodes: int, in_flight: int | None, time_limi
     ranks = nodes * own.ranks_per_node
     if finished:
         raise ConfigError("the run is finished", "a run that still trains, or will", "start a new one: miles-submit submit CONFIG")
-    if config.weights.transport == "broadcast":
-        raise ConfigError("weights.transport = 'broadcast' of this run: its versions go to the engines of its own job alone",
+    if config.weights.transport != "disk":
+        raise ConfigError(f"weights.transport = {config.weights.transport!r} of this run: its versions go to the engines of its own job alone",
                           "'disk', whose versions are files that an engine of another job can read", "attach pools to a run with weights.transport = 'disk'")
     if nodes < 1:
         raise ConfigError(f"--nodes {nodes}", "at least 1", "say how many nodes the pool has")

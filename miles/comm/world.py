@@ -4,13 +4,13 @@ blocks inside MPI: requests are tested between short sleeps. Messages are msgpac
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from miles.comm.mailbox import Mailbox
 from miles.core import EnvironmentFault
 
 POLL_S = 0.002
@@ -28,7 +28,7 @@ class World:
                 f"the MPI world has {self.size} rank(s)", f"{expected}, from cluster.*.nodes x ranks_per_node",
                 "a world of size 1 under srun means that the site's `mpi` value does not match the MPI library: see `srun --mpi=list`",
             )
-        self._pending: list[tuple[MPI.Request, np.ndarray]] = []
+        self._mail = Mailbox(self.comm, _TAG)
 
     @property
     def leader(self) -> bool:
@@ -53,24 +53,14 @@ class World:
 
     def post(self, dest: int, message: dict[str, Any]) -> None:
         """Send without waiting. Order between two ranks is kept."""
-        self._send(message, [dest])
+        self._mail.post([dest], message)
 
     def post_all(self, message: dict[str, Any]) -> None:
-        self._send(message, range(self.size))
-
-    def _send(self, message: dict[str, Any], ranks: Iterable[int]) -> None:
-        data = np.frombuffer(msgspec.msgpack.encode(message), dtype=np.uint8)
-        self._pending += [(self.comm.Isend(data, rank, _TAG), data) for rank in ranks]
-        self._pending = [(r, d) for r, d in self._pending if not r.Test()]
+        self._mail.post(range(self.size), message)
 
     def poll(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Messages that have arrived: (source rank, message)."""
-        status = MPI.Status()
-        while self.comm.Iprobe(MPI.ANY_SOURCE, _TAG, status):
-            data = np.empty(status.Get_count(MPI.BYTE), dtype=np.uint8)
-            self.comm.Recv(data, status.Get_source(), _TAG)
-            yield status.Get_source(), msgspec.msgpack.decode(data)
-        self._pending = [(r, d) for r, d in self._pending if not r.Test()]
+        return self._mail.poll()
 
 
 def _wait(request: MPI.Request) -> None:

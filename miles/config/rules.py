@@ -47,6 +47,10 @@ def problems(c: MilesConfig) -> list[str]:
     if m.high_precision and FORMATS[m.rollout_precision].block is None:
         refuse(f"model.high_precision with model.rollout_precision = {m.rollout_precision!r}, which quantizes nothing", "no patterns", "remove model.high_precision")
 
+    if c.weights.transport == "p2p" and FORMATS[m.rollout_precision].block is not None:
+        refuse(f"weights.transport = 'p2p' with model.rollout_precision = {m.rollout_precision!r}: weights are quantized where they are whole, and shards are not",
+               "'broadcast' or 'disk'", "set weights.transport, or a rollout precision that quantizes nothing")
+
     if c.rollout.top_p != 1.0:
         refuse(f"rollout.top_p = {c.rollout.top_p}: the engine would sample from a cut distribution that the trainer does not see", "1.0", "set rollout.top_p = 1.0")
     if c.rollout.in_flight < c.rollout.group_size:
@@ -120,6 +124,9 @@ def _shared(c: MilesConfig, refuse) -> None:
                    f"set both to the same {what}")
     if c.weights.transport == "broadcast":
         refuse("weights.transport = 'broadcast' with cluster.placement = 'shared': the trainer leader and an engine are on one GPU, and NCCL takes a GPU once in a group",
+               "'disk'", "set weights.transport = 'disk'")
+    elif c.weights.transport != "disk":
+        refuse(f"weights.transport = {c.weights.transport!r} with cluster.placement = 'shared': an engine loads a version when its turn has begun, and the trainer has given up its memory by then",
                "'disk'", "set weights.transport = 'disk'")
     if c.engine.speculative and c.engine.release == "all":
         refuse("engine.speculative with cluster.placement = 'shared' and engine.release = 'all': the draft layers are not trained, so nobody gives them back to the engine",

@@ -164,7 +164,7 @@ class EngineClient:
         from safetensors.torch import save_file
 
         self.check_tensors({name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
-        folder = Path(tempfile.mkdtemp(prefix=f"miles-weights-{os.getpid()}-", dir=HANDOVER))
+        folder = handover_folder()
         try:
             await asyncio.to_thread(save_file, {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
             await self.update_from_folder(folder, version, flush=flush)
@@ -297,6 +297,11 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             parts = [rest]
             for event in whole:
                 yield event.removeprefix(b"data: ")
+
+
+def handover_folder() -> Path:
+    """A new folder of this process in shared memory. When it is killed, the next client on this node removes the folder."""
+    return Path(tempfile.mkdtemp(prefix=f"miles-weights-{os.getpid()}-", dir=HANDOVER))
 
 
 def _remove_orphaned_handovers() -> None:

@@ -14,19 +14,23 @@ from pathlib import Path
 async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> int:
     from miles.config import load_site
     from miles.core import Role
+    from miles.engine.client import handover_folder
     from miles.env import load_tasks, sweep
     from miles.log import RunLog
     from miles.rollout.leader import Leader
     from miles.rollout.pool_leader import PoolLeader
     from miles.rollout.worker import Worker
     from miles.session import settle_collector
+    from miles.weights.choose import ways
+    from miles.weights.p2p.receive import Receiver
     from miles.weights.store import WeightStore
 
     sweep(Path(load_site(run.config.cluster.site).scratch))  # what killed ranks of this node left behind
     rank = run.first_rank + world.rank
     log = RunLog(run.log_path(attempt, Role.ROLLOUT, rank, epoch), role="rollout", rank=rank, attempt=attempt, epoch=epoch)
     tasks = {t.name: t for t in load_tasks(run.config.tasks.path)}
-    worker = Worker(run, rank, epoch, attempt, tasks, log, lambda message: world.post(0, message))
+    receiver = Receiver(run, world, epoch, handover_folder) if "p2p" in ways(run.config) else None
+    worker = Worker(run, rank, epoch, attempt, tasks, log, lambda message: world.post(0, message), receiver)
     leader = None
     if world.leader:
         leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest)
@@ -48,12 +52,16 @@ async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> i
                 worker.stop()
             elif leader is not None:
                 leader.receive(source, message)
+        if receiver is not None:
+            receiver.tick()
         if leader is not None:
             if notices:
                 notices.clear()
                 leader.end_turn()
             await leader.tick()
         await asyncio.sleep(0.005)
+    if receiver is not None:
+        receiver.close()
     await life  # raises what ended it
     if leader is not None:
         leader.close()

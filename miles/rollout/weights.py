@@ -6,6 +6,9 @@
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
 
+A version that was sent point to point is in the rank's memory when it is published (miles.weights.p2p.receive); the engine loads it from there, also one that has
+just started.
+
 On GPUs shared with the trainer the engine gives its memory back when its turn is over (`release`), and takes it again to load the next version.
 """
 
@@ -13,18 +16,22 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import TYPE_CHECKING
 
 import torch
 
 from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import EngineClient
-from miles.engine.digest import combined_checksum
+from miles.engine.digest import combined_checksum, expected_checksums
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack
 from miles.weights.follow import Follower
 from miles.weights.store import Manifest, WeightStore
 from miles.weights.turns import EngineTurns
+
+if TYPE_CHECKING:
+    from miles.weights.p2p.receive import Receiver
 
 RELEASED = {"all": ("kv_cache", "weights", "cuda_graph"), "kv_cache": ("kv_cache",)}  # engine.release -> SGLang's tags
 
@@ -36,7 +43,10 @@ class EnginePoisoned(MilesError):
 class EngineWeights:
     """Weights of one engine incarnation. `version` is -1 until it serves a version of this run."""
 
-    def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog, turns: EngineTurns):
+    def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog, turns: EngineTurns,
+                 receiver: Receiver | None):
+        """receiver: of weights sent point to point, where they may be."""
+        self._receiver = receiver
         self._rank, self._epoch, self._incarnation, self._turns = rank, epoch, incarnation, turns
         self._client, self._log, self._pause = client, log, run.config.weights.pause
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
@@ -63,11 +73,15 @@ class EngineWeights:
         except StructureError as e:
             self._acknowledge(self.version, "", error=str(e))
             return False
-        member = manifest.extra.get("group", {}).get("members", {}).get(str(self._rank))
         if manifest.encoding == "broadcast":
+            member = manifest.extra["group"]["members"].get(str(self._rank))
             if member is None or manifest.base != self.version:
                 return False  # not for us; the trainer sees our acknowledgement and publishes a keyframe
             await self._apply_broadcast(manifest, member)
+        elif manifest.encoding == "p2p":
+            if self._receiver is None or not self._receiver.holds(manifest):
+                return False  # likewise
+            await self._apply_image(manifest)
         elif not await self._apply_files(newest):
             return False
         return True
@@ -119,7 +133,7 @@ class EngineWeights:
                 await self._client.update_tensors(tensors, newest, flush=self._flush)
             else:
                 await self._client.set_version(newest)
-        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk")
+        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", manifest.extra["checksum"])
         return True
 
     async def _apply_broadcast(self, manifest: Manifest, member: int) -> None:
@@ -138,15 +152,27 @@ class EngineWeights:
                                                      manifest.version, group=group["name"], flush=self._flush)
         self._follower.forget()
         size = sum(torch.Size(t["shape"]).numel() * getattr(torch, t["dtype"]).itemsize for t in manifest.tensors.values())
-        await self._while_paused(apply, manifest, start, start, size, "broadcast")
+        await self._while_paused(apply, manifest, start, start, size, "broadcast", manifest.extra["checksum"])
 
-    async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str) -> None:
+    async def _apply_image(self, manifest: Manifest) -> None:
+        start = time.monotonic()
+        with self._receiver.reading() as image:
+            how = manifest.extra["checksum_of"]
+            expected = "" if how is None else await asyncio.to_thread(lambda: combined_checksum(expected_checksums(image.state(), **how)))
+            pulled = time.monotonic()
+            async def apply():
+                self._client.check_tensors(image.described())
+                await self._client.update_from_folder(image.folder, manifest.version, flush=self._flush)
+            self._follower.forget()
+            await self._while_paused(apply, manifest, start, pulled, image.size, "p2p", expected)
+
+    async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str, expected: str) -> None:
+        """expected: checksum of the engine's memory; empty where it cannot be foretold: then the digests of what was handed over vouch."""
         try:
             await self._client.pause(self._pause)
             paused = time.monotonic()
             await apply()
             applied = time.monotonic()
-            expected = manifest.extra["checksum"]  # empty where an engine's own checksum cannot be foretold: then the files' digests vouch
             got = combined_checksum(await self._client.checksums()) if expected else manifest.digest
             verified = time.monotonic()
             ok = not expected or got == expected

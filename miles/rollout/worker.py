@@ -19,7 +19,7 @@ import contextlib
 import socket
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles.buffer import write_part
 from miles.config import MilesConfig, load_site
@@ -46,6 +46,9 @@ from miles.session import (
     stored_sessions,
 )
 from miles.weights.turns import EngineTurns
+
+if TYPE_CHECKING:
+    from miles.weights.p2p.receive import Receiver
 
 Report = Callable[[dict[str, Any]], None]
 LOOK_S = 1.0
@@ -76,9 +79,11 @@ class _NoStart(Exception):
 class Worker:
     """Runs until `stop` is called or its engine has died too often."""
 
-    def __init__(self, run: RunDir, rank: int, epoch: int, attempt: int, tasks: Mapping[str, Task], log: RunLog, report: Report):
+    def __init__(self, run: RunDir, rank: int, epoch: int, attempt: int, tasks: Mapping[str, Task], log: RunLog, report: Report,
+                 receiver: Receiver | None = None):
+        """receiver: of weights sent point to point, where they may be."""
         c: MilesConfig = run.config
-        self._run, self._rank, self._epoch, self._tasks, self._log, self._report = run, rank, epoch, tasks, log, report
+        self._run, self._rank, self._epoch, self._tasks, self._log, self._report, self._receiver = run, rank, epoch, tasks, log, report, receiver
         self._limits = EpisodeLimits.from_config(c, load_site(c.cluster.site))
         self._harness = Harness.from_config(c, load_site(c.cluster.site)) if c.tasks.kind == "harness" else None
         self._host = engine_host(c)
@@ -202,7 +207,7 @@ class Worker:
         url = await self._start()
         client = self._client(url)
         try:
-            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns)
+            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns, self._receiver)
             while not await weights.follow() and await self._wait_look():
                 pass  # no traffic before the engine has a version of this run
             while self._process.alive and not self._stopping.is_set():

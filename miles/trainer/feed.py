@@ -41,7 +41,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """The leader's message of one step. Instead of work: `stop` is a reason to end, `commit` asks to publish the checkpoint that is written."""
+    """The leader's message of one step. Instead of work: `stop` is a reason to end, `commit` asks to publish the checkpoint that is written,
+    `republish` to gather and publish the weights again; `items` are then what was taken until now."""
 
     step: int
     version: int
@@ -50,6 +51,7 @@ class Plan(msgspec.Struct, frozen=True):
     dropped_stale: int = 0
     stop: str = ""
     commit: bool = False
+    republish: bool = False
 
     @property
     def rollouts(self) -> dict[tuple[int, int], list[Item]]:
@@ -78,12 +80,15 @@ class Feed:
     """`next` is collective. Only the leader has a queue and a link."""
 
     def __init__(self, run: RunDir, world: World, train_step: TrainStep, queue: TrainerQueue | None, link: Link | None,
-                 stop_requested: Callable[[], str], checkpoint_written: Callable[[], bool], while_waiting: Callable[[], int]):
-        """`checkpoint_written`: the leader has written its part of a checkpoint that nobody published yet. `while_waiting` is called now and then while there is no batch; it returns the weight version being trained."""
+                 stop_requested: Callable[[], str], checkpoint_written: Callable[[], bool], while_waiting: Callable[[], int],
+                 late: Callable[[], bool], republish: Callable[[], None]):
+        """`checkpoint_written`: the leader has written its part of a checkpoint that nobody published yet. `while_waiting` is called now and then while there is no batch; it returns the weight version being trained.
+        `late`: the leader sees that only all ranks together can give an engine its weights; `republish` (collective) does it."""
         self._run, self._world, self._train_step = run, world, train_step
         self._queue, self._link = queue, link
         self._advantage = load_advantage(run.config.algorithm.advantage)
         self._stop_requested, self._checkpoint_written, self._while_waiting = stop_requested, checkpoint_written, while_waiting
+        self._late, self._republish = late, republish
 
     def next(self, step: int) -> Batch:
         """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end, with `commit` set when a
@@ -98,6 +103,10 @@ class Feed:
             plan = msgspec.msgpack.decode(self._world.broadcast_bytes(msgspec.msgpack.encode(plan) if plan else None), type=Plan)
             if plan.stop or plan.commit:
                 return Batch(plan, BatchPlan(()), [], 0.0)
+            if plan.republish:
+                self._republish()
+                kept, waited, stale = plan.items, plan.wait_s, plan.dropped_stale
+                continue
             start = time.monotonic()
             bins = self._train_step.plan([i.length for i in plan.items])
             sequences, bad = self._read(plan, bins)
@@ -125,6 +134,8 @@ class Feed:
                 looked = time.monotonic()
                 self._queue.poll()
                 version = self._while_waiting()
+                if self._late():
+                    return Plan(step, version, [*kept, *(i for items in taken.values() for i in items)], waited + time.monotonic() - start, stale, republish=True)
                 got = self._queue.take(wanted - len(taken), version, step)
                 if got is not None:
                     stale += len(got.stale)

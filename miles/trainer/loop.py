@@ -18,6 +18,7 @@ import signal
 import time
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -42,7 +43,11 @@ from miles.trainer.nonfinite import NonFinite
 from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.trainer.turns import Turns
+from miles.weights.choose import ways
 from miles.weights.mapping import export_hf
+from miles.weights.p2p.filled import Filled
+from miles.weights.p2p.send import Sender
+from miles.weights.p2p.source import source_of
 from miles.weights.patch import State
 from miles.weights.precision.export import Export
 from miles.weights.publish import Published, Publisher
@@ -50,6 +55,7 @@ from miles.weights.store import WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
 TERM = "TERM"
+LATE = "a late engine"
 
 
 class Trainer:
@@ -94,7 +100,9 @@ class Trainer:
             self.link = Link(run, Role.TRAINER, epoch)
             self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0)
         self.quantize = Export.of(c, self.model.arch.family)
-        self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late)
+        self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
+        self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late, self._late,
+                         lambda: self.publish_gathered(LATE))
 
     def run(self) -> int:
         self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
@@ -136,10 +144,22 @@ class Trainer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
-        """Collective: gather the weights on the leader, bucket by bucket, which gives them to the engines; and where GPUs are shared, these before it does."""
+        """Collective: give the engines the new weights, straight from all ranks or gathered; and where GPUs are shared, these before they get them."""
+        note = ""
+        if self.sender is not None:
+            start = time.monotonic()
+            found = self.sender.fill(self.publisher.fillable() if self.publisher is not None else None)
+            if isinstance(found, Filled):
+                how = self._checksum_of()
+                return self.publisher.publish_filled(self.step, found, time.monotonic() - start, how) if self.publisher is not None else None
+            note = found
+        return self.publish_gathered(note)
+
+    def publish_gathered(self, note: str) -> Published | None:
+        """Collective: gather the weights on the leader, bucket by bucket, which publishes them. note: why they go this way."""
         tensors = export_hf(self.model.chunks, self.model.arch)
         if self.publisher is not None:
-            return self.publisher.publish(self.step, self.quantize(tensors), gathered=self._give)
+            return self.publisher.publish(self.step, self.quantize(tensors), gathered=self._give, note=note)
         for _ in tensors:
             pass  # the others send their shares
         self._give()
@@ -167,12 +187,17 @@ class Trainer:
             self.queue.retire(up_to_step=done.oldest)
             self.log.row("checkpoints", committed_at=self.step, **asdict(done))
 
-    def _engine_checksum(self, state: State) -> str:
-        """What an engine's memory must sum to; empty where SGLang's checksum cannot be foretold (miles.engine.digest), and then not compared."""
+    def _checksum_of(self) -> dict[str, Any] | None:
+        """How an engine's checksum follows from Hugging Face tensors (arguments of `expected_checksums`); None where SGLang's cannot be foretold
+        (miles.engine.digest), and then it is not compared."""
         if miles.platform.current().name != "cpu" or self.config.model.rollout_precision not in DTYPES:
-            return ""
-        dtype = DTYPES[self.config.model.rollout_precision]
-        return combined_checksum(expected_checksums(state, dtype=dtype, tied=self.model.arch.tied))
+            return None
+        return {"dtype": DTYPES[self.config.model.rollout_precision], "tied": self.model.arch.tied}
+
+    def _engine_checksum(self, state: State) -> str:
+        """What an engine's memory must sum to, or nothing."""
+        how = self._checksum_of()
+        return combined_checksum(expected_checksums(state, **how)) if how is not None else ""
 
     def _serve_late(self) -> int:
         """Leader, while it waits: send the weights again to an engine that came late, or whose batch has holes. Returns the version being trained."""
@@ -180,6 +205,10 @@ class Trainer:
         if self.turns.given_back():
             self.publisher.again("the batch is not complete")
         return self.publisher.version
+
+    def _late(self) -> bool:
+        """Leader: an engine waits for weights that nobody holds whole."""
+        return self.publisher.late()
 
     def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:
         if self.log is None:

@@ -3,10 +3,12 @@
     patch.py      the patch file: which elements changed and by how much, compressed block by block; dense where that does not pay
     kernels.py    its compiled loops, each with its definition in NumPy
     digest.py     the digest of a tensor, over blocks; the threads for block work
-    store.py      versions as folders: keyframes, deltas and broadcasts, each with a manifest that verifies
+    store.py      versions as folders: keyframes, deltas and what went over the wire, each with a manifest that verifies
     follow.py     the reader's side: from the version it has to the newest one, digests checked
     acks.py       what each engine says it serves
     publish.py    the trainer's side: choose the encoding, publish, broadcast
+    choose.py     which transport is kept when all are tried
+    p2p/          from trainer ranks to rollout ranks, shard by shard
     precision/    quantizers, and the stream of tensors on its way to engines of a quantized rollout
     mapping/      Hugging Face names <-> megatron-core shards
 

@@ -3,35 +3,45 @@
 `disk` writes a delta against the version before, and a keyframe at the start of each trainer epoch and every `keyframe_every` versions.
 `broadcast` sends over a process group when every engine serves the version before; otherwise (first version, an engine that restarted, a
 broken group) it falls back to a keyframe on disk and says so in what it returns.
+`p2p` is two steps. All trainer ranks fill the memory of all rollout ranks (miles.weights.p2p), under the same condition; then `publish_filled` makes what they
+have a version. Where they could not, the caller gathers, and `publish` goes by broadcast, or else by disk.
+`auto` tries each of these (miles.weights.choose) on versions before which every engine serves the one before, and waits there until every engine serves
+the new one.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks
 from miles.weights.broadcast import BroadcastGroup
+from miles.weights.choose import Figure, choose, ways
+from miles.weights.p2p.filled import Filled
 from miles.weights.patch import State, Tensors
-from miles.weights.store import Manifest, WeightStore
+from miles.weights.store import FILES, Manifest, WeightStore
 
+POLL_S = 0.02
+NOT_SERVED = "an engine does not serve the version before"
 Checksum = Callable[[State], str]
 
 
 @dataclass(frozen=True)
 class Published:
     version: int
-    transport: str  # disk | broadcast
-    bytes: int
+    transport: str  # disk | broadcast | p2p
+    bytes: int  # that left the trainer; what is broadcast counts once
     seconds: float
-    note: str = ""  # why a broadcast fell back to disk
+    note: str = ""  # why it did not go the way it should
 
 
 class Publisher:
-    """Holds the last published state on the host, once: the base of the next delta, and what a late engine is sent."""
+    """Holds the last state that was gathered on the host, once: the base of the next delta, and what a late engine is sent. After a version that was not
+    gathered (p2p) it holds none."""
 
     def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0):
         """`after`: a version that was published for certain, whatever is left of the files."""
@@ -40,46 +50,73 @@ class Publisher:
         self._state: State | None = None
         self._step = 0
         self._since_keyframe = 0
+        self._on_files = False  # files lead to the newest version
         self._group: BroadcastGroup | None = None
         self._members: tuple = ()
         self._groups_made = 0
+        self._ways, self._figures = ways(run.config), list[Figure]()
+        self._trial = False  # all engines served the version before when this one began
         self.version = max(store.newest() or 0, after)  # numbers go on where any earlier epoch stopped
 
-    def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None) -> Published:
+    def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Published:
         """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
-        that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version."""
-        start, note = time.monotonic(), ""
-        if self._config.transport == "broadcast":
+        that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version. note: why they were not sent
+        point to point, where they should have been."""
+        start, way = time.monotonic(), self._way
+        self._trial = self._all_serve(self._acks())
+        if way != "disk":
             try:
                 group = self._ready_group()
                 if group is not None:
                     self._hold(tensors)
                     gathered()
                     m = self._broadcast(step, group)
-                    return self._done(step, m, "broadcast", sum(t.nbytes for t in self._state.values()), start, "")
-                note = "an engine does not serve the version before"
+                    return self._done(step, m, "broadcast", sum(t.nbytes for t in self._state.values()), start, note)
+                note = note or NOT_SERVED
             except EnvironmentFault as e:
-                note = e.found
+                note = f"{note}; {e.found}" if note else e.found
                 self._leave_group()
         m = self._disk(step, tensors, gathered)
         return self._done(step, m, "disk", m.file_size, start, note)
 
+    def fillable(self) -> int | None:
+        """The rollout epoch whose ranks are to be sent the next version point to point: all of them serve the version before."""
+        return self._run.current_epoch(Role.ROLLOUT) if self._way == "p2p" and self.version and self._all_serve(self._acks()) else None
+
+    def publish_filled(self, step: int, filled: Filled, seconds: float, checksum_of: dict[str, Any] | None) -> Published:
+        """Publish what the rollout ranks were filled with. seconds: that took; checksum_of: how an engine's checksum follows from its bytes, if it does."""
+        start, self._trial = time.monotonic(), True
+        extra = {"p2p": {"link": filled.link, "serial": filled.serial, "receivers": filled.receivers}, "checksum_of": checksum_of}
+        m = self._store.publish_filled(self.version + 1, step, filled.tensors, self._epoch, base=self.version, extra=lambda: extra)
+        self._wake()
+        self._state, self._on_files = None, False
+        return self._done(step, m, "p2p", filled.bytes, start - seconds, "")
+
+    def late(self) -> bool:
+        """Whether an engine that (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went
+        wrong once."""
+        if self._config.transport == "disk" or not self.version:
+            return False
+        m = self._store.manifest(self.version)
+        if m.encoding in FILES:
+            return False
+        acks = self._acks()
+        if m.encoding == "p2p" and m.extra["p2p"]["link"] == f"{self._run.current_epoch(Role.ROLLOUT)}.{self._epoch}":
+            return any(a.version < 0 and a.error for a in acks.values())
+        return any(a.version < 0 for a in acks.values())
+
     def serve_late(self) -> Published | None:
-        """Broadcast mode: an engine that (re)started waits for a version that files lead to. Publish the current weights again, as a keyframe."""
-        if self._config.transport != "broadcast" or self._state is None or self._store.manifest(self.version).encoding != "broadcast":
-            return None
-        if all(a.version >= 0 for a in self._acks().values()):
-            return None
-        return self.again("a late engine")
+        """Publish the current weights again, as a keyframe, when they are held and an engine is late."""
+        return self.again("a late engine") if self._state is not None and self.late() else None
 
     def again(self, note: str) -> Published:
         """Publish what was published last under a new number, on disk."""
         start = time.monotonic()
-        m = self._disk(self._step, (), lambda: None)
+        m = self._disk(self._step, None, lambda: None)
         return self._done(self._step, m, "disk", m.file_size, start, note)
 
     def _hold(self, tensors: Tensors) -> None:
-        """Make the state that is held these tensors, in its own memory where it fits. Nothing left of `tensors`: it is held already."""
+        """Make the state that is held these tensors, in its own memory where it fits."""
         held, named = self._state or {}, set()
         for name, tensor in tensors:
             named.add(name)
@@ -91,8 +128,9 @@ class Publisher:
         self._state = {n: t for n, t in held.items() if n in named} if named else held
 
     # -- transports ----------------------------------------------------------------------------------------------------------
-    def _disk(self, step: int, tensors: Tensors, gathered: Callable[[], None]) -> Manifest:
-        delta = self._config.transport == "disk" and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
+    def _disk(self, step: int, tensors: Tensors | None, gathered: Callable[[], None]) -> Manifest:
+        """tensors: None for a keyframe of the state that is held."""
+        delta = tensors is not None and self._way == "disk" and self._on_files and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
         version = self.version + 1
 
         def extra() -> dict:  # asked once the tensors are written
@@ -106,9 +144,10 @@ class Publisher:
                 self._state = None  # half of the new one
                 raise
         else:
-            self._hold(tensors)
+            if tensors is not None:
+                self._hold(tensors)
             m = self._store.publish(version, step, self._state, self._epoch, extra=extra)
-        self._since_keyframe = self._since_keyframe + 1 if delta else 0
+        self._since_keyframe, self._on_files = self._since_keyframe + 1 if delta else 0, True
         self._store.retire(self._config.keep_keyframes)
         self._wake()
         return m
@@ -116,7 +155,7 @@ class Publisher:
     def _ready_group(self) -> BroadcastGroup | None:
         """The group over the engines that live now, made anew when they are others; None unless all of them serve the version before."""
         acks, expected = self._acks(), self._run.config.cluster.rollout.ranks
-        if self._state is None or len(acks) != expected or any(a.version != self.version or a.error for a in acks.values()):
+        if not self._all_serve(acks) or (self._state is None and self._config.transport == "broadcast"):  # each trainer epoch starts with a keyframe
             return None
         members = tuple((a.rank, a.epoch, a.incarnation) for a in acks.values())
         if members != self._members:
@@ -134,7 +173,7 @@ class Publisher:
             "members": {str(rank): 1 + i * tp for i, (rank, _, _) in enumerate(self._members)},
         }}
         m = self._store.publish_broadcast(self.version + 1, step, self._state, self._epoch, base=self.version, extra=lambda: extra)
-        self.version = m.version  # the number is used up, also when the sending fails
+        self.version, self._on_files = m.version, False  # the number is used up, also when the sending fails
         self._wake()
         if not group.joined:
             group.join()
@@ -143,10 +182,33 @@ class Publisher:
 
     def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
         self.version, self._step = m.version, step
-        return Published(m.version, transport, size, time.monotonic() - start, note)
+        return self._measured(Published(m.version, transport, size, time.monotonic() - start, note), start)
+
+    @property
+    def _way(self) -> str:
+        return choose(self._ways, self._figures)[0]
+
+    def _measured(self, published: Published, start: float) -> Published:
+        """With a choice still to be made: how long it takes until every engine serves this version, which the note says."""
+        way, decided = choose(self._ways, self._figures)
+        trial, self._trial = self._trial, False
+        if decided or not trial:
+            return published
+        while (served := self._all_serve(self._acks())) is False and time.monotonic() - start < self._config.ack_timeout_s:
+            time.sleep(POLL_S)
+        seconds = time.monotonic() - start
+        self._figures.append((way, seconds if served and published.transport == way else None))
+        said = f"auto: {way} {seconds:.2f} s" if self._figures[-1][1] is not None else f"auto: {way} failed"
+        way, decided = choose(self._ways, self._figures)
+        said += f"; from now on {way}" if decided else ""
+        return replace(published, note=f"{published.note}; {said}" if published.note else said)
 
     def _acks(self) -> dict[int, Ack]:
         return read_acks(self._run, self._run.current_epoch(Role.ROLLOUT))
+
+    def _all_serve(self, acks: dict[int, Ack]) -> bool:
+        """Whether every engine serves the newest version."""
+        return len(acks) == self._run.config.cluster.rollout.ranks and all(a.version == self.version and not a.error for a in acks.values())
 
     def _leave_group(self) -> None:
         if self._group is not None:

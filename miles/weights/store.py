@@ -4,7 +4,7 @@
     RUN/weights/v000012/weights.safetensors | weights.patch
 
 A keyframe holds every tensor and is an ordinary safetensors file with Hugging Face names. A delta is a patch file (miles.weights.patch)
-against its base version. A broadcast version has a manifest and no file: its bytes went over the wire. A folder is renamed into place whole, so a version either exists or does not;
+against its base version. A version that was broadcast or sent point to point has a manifest and no file: its bytes went over the wire. A folder is renamed into place whole, so a version either exists or does not;
 numbers are never reused, also not after a restart from an older checkpoint, so no version goes backwards.
 """
 
@@ -33,15 +33,18 @@ from miles.weights.digest import digest
 from miles.weights.patch import Patch, State, Tensors, write_patch
 
 _KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
+FILES = ("keyframe", "delta")
+"""Encodings that a reader finds in the folder; the others went over the wire."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """MANIFEST.json. `extra` carries what a transport needs (the address of a broadcast group) and the engines' expected checksum."""
+    """MANIFEST.json. `extra` carries what a transport needs (the address of a broadcast group; which transfer, and what each
+    receiver has got by it) and the engines' expected checksum. A tensor's digest is of its bytes (digest.digest), or of the digests of its pieces in order (p2p)."""
 
     version: int
     step: int
     base: int | None
-    encoding: str  # keyframe | delta | broadcast
+    encoding: str  # keyframe | delta | broadcast | p2p
     epoch: int  # trainer epoch that published it
     published: float  # unix seconds
     tensors: dict[str, dict[str, Any]]
@@ -95,7 +98,7 @@ class WeightStore:
         return m
 
     def chain(self, target: int, have: int | None) -> list[Manifest] | None:
-        """Versions to read, in order, to get from `have` to `target`; None when no such path exists (a broadcast lies between)."""
+        """Versions to read, in order, to get from `have` to `target`; None when no such path exists (a version without files lies between)."""
         out: list[Manifest] = []
         at: int | None = target
         while at is not None and at != have:
@@ -103,7 +106,7 @@ class WeightStore:
                 m = self.manifest(at)
             except FileNotFoundError:
                 return None
-            if m.encoding == "broadcast":
+            if m.encoding not in FILES:
                 return None
             out.append(m)
             if m.encoding == "keyframe":
@@ -150,6 +153,10 @@ class WeightStore:
     def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: Extra) -> Manifest:
         """Announce a version whose bytes travel over a process group."""
         return self._publish(version, step, base, "broadcast", epoch, lambda _: (_describe(state), 0, ""), extra)
+
+    def publish_filled(self, version: int, step: int, tensors: dict[str, dict[str, Any]], epoch: int, *, base: int, extra: Extra) -> Manifest:
+        """Publish a version whose bytes every engine's rank has already. tensors: as in the manifest."""
+        return self._publish(version, step, base, "p2p", epoch, lambda _: (tensors, 0, ""), extra)
 
     def _publish(self, version, step, base, encoding, epoch, save: Callable[[Path], _Saved], extra: Extra) -> Manifest:
         self._run.check_epoch(Role.TRAINER, epoch)

@@ -33,6 +33,7 @@ def test_a_pool_has_the_size_of_the_run_s_own_ranks_where_nothing_was_said():
 @pytest.mark.parametrize(("changes", "asked", "message"), [
     ({"finished": True}, (1, None, None), "the run is finished"),
     ({"overrides": ("weights.transport=broadcast",)}, (1, None, None), "engines of its own job alone"),
+    ({"overrides": ("weights.transport=p2p",)}, (1, None, None), "engines of its own job alone"),
     ({}, (0, None, None), "--nodes 0"),
     ({}, (1001, None, None), "at most 1000"),
     ({}, (3, 2, None), "--in-flight 2 for 3 engines"),

@@ -19,6 +19,7 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     (COLOCATED, ("cluster.rollout.nodes=2",), "cluster.trainer.nodes = 1 and cluster.rollout.nodes = 2; expected the same nodes.*set both"),
     (COLOCATED, ("cluster.rollout.gpus_per_node=4",), "cluster.trainer.gpus_per_node = 2 and cluster.rollout.gpus_per_node = 4; expected the same"),
     (COLOCATED, ("weights.transport=broadcast",), "NCCL takes a GPU once in a group; expected 'disk'; set weights.transport = 'disk'"),
+    (COLOCATED, ("weights.transport=p2p",), "an engine loads a version when its turn has begun.*expected 'disk'; set weights.transport = 'disk'"),
     (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache'"),
     ("configs/tiny_async.toml", ("buffer.max_staleness=0",), "buffer.max_staleness = 0 in asynchronous mode drops everything.*expected >= 1; raise it"),
     ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),

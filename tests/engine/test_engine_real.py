@@ -18,9 +18,13 @@ from safetensors.torch import load_file, save_file
 import miles.engine.process
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import EngineClient, EngineProcess, KeyRequired, Sampling
+from miles.engine.client import handover_folder
 from miles.engine.digest import combined_checksum, expected_checksums, require_equal
 from miles.engine.process import _group_members
 from miles.engine.wire import parse_reply
+from miles.weights.p2p.image import Image
+from miles.weights.p2p.plan import Tensor
+from miles.weights.p2p.receivers import whole
 from tests.engine.conftest import TOKEN
 from tests.engine.stub import TOKEN as STUB_TOKEN
 from tests.engine.stub import StubEngine
@@ -212,6 +216,25 @@ def test_unknown_names_and_wrong_shapes_are_refused_before_anything_changes(engi
             engine.run(engine.client.update_tensors({"model.layers.0.mlp.gate.weight": weights["model.layers.0.mlp.gate.weight"] + 1, **tensors}, 8))
         assert e.value.cause == f"weights:{cause}"
     assert engine.run(engine.client.checksums()) == before and engine.client.version == 7
+
+
+def test_an_image_is_loaded_and_loaded_again_when_it_was_written_over(engine, weights):
+    """What trainer ranks send point to point lies in one file, which the next version replaces in place."""
+    tensors = {n: Tensor(tuple(t.shape), "float32") for n, t in weights.items()}
+    image = Image(handover_folder(), tensors, whole(tensors))
+    try:
+        for version, seed in ((8, 5), (9, 6)):
+            new = changed(weights, seed)
+            for name, tensor in new.items():
+                image.write(name, tensors[name].whole, tensor.reshape(-1).numpy().view(np.uint8))
+            engine.client.check_tensors(image.described())
+            engine.run(engine.client.pause("in_place"))
+            engine.run(engine.client.update_from_folder(image.folder, version))
+            assert engine.run(engine.client.checksums()) == expected_checksums(new) == expected_checksums(image.state())
+            engine.run(engine.client.resume())
+    finally:
+        image.close()
+        engine.run(_restore(engine, weights))
 
 
 def test_weights_by_gloo_broadcast(engine, weights):

@@ -3,7 +3,7 @@
     first, second = launch([Job(fn, {"ep": 2}, (folder,)), Job(fn, {"tp": 2}, (folder,))], ranks=2)
 
 `fn(*args)` is a top-level function of an importable module; it runs with torch.distributed and megatron-core set up for its layout, and
-returns JSON. The ranks run the jobs one after another, because importing megatron-core is the slow part.
+returns JSON. The ranks run the jobs one after another, each in a fork, because importing megatron-core is the slow part.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,18 +65,34 @@ def _broadcast_through(path: Path):
 
 
 def _main(work: dict) -> None:
+    """Each job in a fork: nothing of its groups and their threads is left for the next one, and megatron-core is imported once."""
     sys.path[:] = work["path"]
+    import miles.trainer.step  # noqa: F401  (the slow imports)
+    for number, job in enumerate(work["jobs"]):
+        child = os.fork()
+        if child == 0:
+            try:
+                _run(work, number, job)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+        if code := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+            sys.exit(f"job {number}, {job['function']}: exit {code}")
+    results = [json.loads((Path(work["folder"]) / f"result{n}.{work['rank']}.json").read_text()) for n in range(len(work["jobs"]))]
+    (Path(work["folder"]) / f"results{work['rank']}.json").write_text(json.dumps(results))
+
+
+def _run(work: dict, number: int, job: dict) -> None:
     from miles.core import Layout
     from miles.trainer.distributed import close_distributed, init_distributed
 
-    folder, results = Path(work["folder"]), []
-    for i, job in enumerate(work["jobs"]):
-        layout = Layout(world=work["ranks"], **job["layout"])
-        init_distributed(work["rank"], layout, _broadcast_through(folder / f"broadcast{i}"), seed=1, timeout_s=60)
-        function = getattr(importlib.import_module(job["module"]), job["function"])
-        results.append(function(*job["args"]))
-        close_distributed()
-    (folder / f"results{work['rank']}.json").write_text(json.dumps(results))
+    folder = Path(work["folder"])
+    layout = Layout(world=work["ranks"], **job["layout"])
+    init_distributed(work["rank"], layout, _broadcast_through(folder / f"broadcast{number}"), seed=1, timeout_s=60)
+    result = getattr(importlib.import_module(job["module"]), job["function"])(*job["args"])
+    close_distributed()
+    (folder / f"result{number}.{work['rank']}.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":

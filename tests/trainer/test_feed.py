@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from test_loop import trajectory
 
-from miles.buffer import BufferWriter, read_summaries, write_part
+from miles.buffer import BufferWriter, TrainerQueue, read_summaries, write_part
 from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import StructureError
@@ -18,12 +18,12 @@ from miles.trainer.feed import Feed, Plan
 
 @pytest.fixture
 def run(tmp_path):
-    return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "trainer.groups_per_step=2")))
 
 
 def feed(run, layers, shape=(6, 2)):
     """The feed of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
-    return Feed(run, None, SimpleNamespace(layers=layers, routes_shape=shape), None, None, None, None, None)
+    return Feed(run, None, SimpleNamespace(layers=layers, routes_shape=shape), None, None, None, None, None, None, None)
 
 
 def put(run, routes):
@@ -69,6 +69,38 @@ def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
     with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
         feed(run, [0])._items(0, read_summaries(run.buffer_dir, 0))
+
+
+def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_it_is_waited_for(run):
+    """The step wants two groups and has one: the other comes only when the late engine has weights. What was taken stays taken."""
+    epoch = run.new_epoch("rollout")
+    writer = BufferWriter(run, epoch)
+
+    def seal(group):
+        writer.start(group, "t")
+        write_part(run, epoch, [replace(trajectory(group, 0, 1), routes=None)])
+        writer.seal(group, [0])
+
+    seal(0)
+    late, told = iter([False, True]), []  # the second look comes after group 0 was taken
+
+    def republish():
+        told.append("weights")
+        seal(1)
+
+    class Alone:
+        leader = True
+
+        def broadcast_bytes(self, data):
+            return data
+
+    link = SimpleNamespace(tick=lambda: None, wake=lambda: None, woken=lambda: True)
+    step = SimpleNamespace(routes_shape=None, layers=[], data_rank=0, plan=lambda lengths: BatchPlan(((tuple(range(len(lengths))),),)))
+    f = Feed(run, Alone(), step, TrainerQueue(run, run.new_epoch("trainer"), restored_step=0, frontier=None), link, lambda: "", lambda: False, lambda: 1,
+             lambda: next(late, False), republish)
+    f._read = lambda plan, bins: ([], set())
+    batch = f.next(1)
+    assert told == ["weights"] and batch.groups == [0, 1] and not batch.plan.republish
 
 
 def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(run, world):

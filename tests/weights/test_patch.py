@@ -58,7 +58,7 @@ def test_compiled_kernels_give_what_their_numpy_definitions_give(dtype, n, densi
     old = g.integers(0, 256, (n + offset) * dtype().itemsize, dtype=np.uint8).view(dtype)[offset:]  # words need not be aligned
     new = old.copy()
     at = g.random(n) < density
-    new[at] += g.integers(0, 2 ** min(largest, 8 * dtype().itemsize - 1) + 1, n).astype(dtype)[at]
+    new[at] += g.integers(0, 2 ** min(largest, 8 * dtype().itemsize - 1) + 1, n, dtype=np.uint64).astype(dtype)[at]
     seen = []
     found, defined = kernels.find(new, old, SCRATCH, lambda piece: seen.append(piece.copy())), kernels.find_numpy(new, old)
     for a, b in zip(found, defined, strict=True):

@@ -11,11 +11,16 @@ that Adam moves (learning rate 1e-6, after 20 steps, the patch of the last one),
 
 Limits: bytes: the entropy of which elements changed, and a sign each. Encode: reading old and new once. Decode and apply: reading each element once
 (verifying the result takes that, however little changed). Both at the rate of a copy in as many threads as the codec's, in this run.
+
+Then the transports over a wire: 4 tensor-parallel trainer ranks and 4 rollout ranks (2 and 2 with --quick), all on this machine, point to point over MPI on loopback
+TCP, against gathering on the leader and broadcasting from there over gloo. Point to point is verified end to end, broadcast is not. No target: which is faster depends on
+how many machines share the work, and here all ranks share one.
 """
 
 import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -31,6 +36,8 @@ import torch
 import xxhash
 import zstandard
 
+from miles.config import load_config
+from miles.rundir import RunDir
 from miles.weights.digest import BLOCK_BYTES, blocks, digest, thread_count, threads
 from miles.weights.patch import Patch, write_patch
 
@@ -182,6 +189,23 @@ def copy_rate(tensor: torch.Tensor) -> float:
     return 2 * tensor.nbytes / best.wall["copy"]
 
 
+def over_wire(folder: Path, ranks: int, elements: int, repeats: int) -> dict:
+    """Figures of weights_ranks.py."""
+    project = Path(__file__).resolve().parents[2]
+    run = RunDir.create(load_config(project / "configs/tiny_async.toml", (f"run.root={folder}", f"cluster.site={project / 'configs/sites/dev.toml'}")))
+    tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo", "GLOO_SOCKET_IFNAME": "lo"}
+    started = [subprocess.Popen([str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks), sys.executable, str(Path(__file__).with_name("weights_ranks.py")),
+                                 role, str(run.path), str(ranks), str(elements), str(repeats)], env={**os.environ, **tcp}, stdout=subprocess.PIPE, text=True)
+               for role in ("rollout", "trainer")]
+    try:
+        out = started[1].communicate(timeout=600)[0]
+        started[0].communicate(timeout=60)
+    finally:
+        for process in started:
+            process.kill()
+    return json.loads(out)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="8 M elements instead of 64 M")
@@ -194,6 +218,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="miles-bench-") as folder:
         rows = [compare(f"{d:.0%} by one ulp", moved(old, d, 7), old, Path(folder), 12 if d < 0.02 else 3, rate) for d in (0.01, 0.05, 0.3)]
         rows.append(compare(f"Adam, lr {LEARNING_RATE:g}, step {STEPS}", *trained(elements), Path(folder), 3, rate))
+        wire = over_wire(Path(folder), 2 if args.quick else 4, elements, 2 if args.quick else 3)
     one = rows[0]
     targets = [
         ("bytes at 1 % of the baseline's", one["bytes_ratio"], "<=", 0.6), ("encode at 1 %, times faster", min(one["encode_ratio"], one["encode_cpu_ratio"]), ">=", 3.0),
@@ -202,9 +227,10 @@ def main() -> int:
     ]
     checks = [{"figure": n, "value": v, "target": f"{op} {t}", "met": v <= t if op == "<=" else v >= t} for n, v, op, t in targets]
     if args.json:
-        print(json.dumps({"threads": thread_count(), "block_bytes": BLOCK_BYTES, "copy_bytes_per_s": rate, "rows": rows, "targets": checks}, indent=1))
+        print(json.dumps({"threads": thread_count(), "block_bytes": BLOCK_BYTES, "copy_bytes_per_s": rate, "rows": rows, "wire": wire, "targets": checks}, indent=1))
     else:
         show(rows, checks, rate)
+        show_wire(wire)
     return 0 if all(c["met"] for c in checks) else 1
 
 
@@ -222,6 +248,16 @@ def show(rows: list[dict], checks: list[dict], rate: float) -> None:
     print()
     for c in checks:
         print(f"{'met   ' if c['met'] else 'MISSED'} {c['figure']}: {c['value']:.3f} (target {c['target']})")
+
+
+def show_wire(w: dict) -> None:
+    base = w["broadcast"]
+    print(f"\n{w['model_bytes'] / 1e6:.0f} MB from {w['ranks']} trainer ranks to {w['ranks']} rollout ranks, loopback TCP")
+    for key, name in (("broadcast", "gathered, then broadcast"), ("whole", "point to point, whole tensors to each"), ("shares", "point to point, the shares of one engine")):
+        r = w[key]
+        first = f"; first {r['first_s']:.3f} s" if "first_s" in r else ""
+        print(f"  {name:40} {r['seconds']:.3f} s ({base['seconds'] / r['seconds']:.2f}x the speed)   {r['wire_bytes'] / 1e6:.0f} MB on the wire "
+              f"({r['wire_bytes'] / base['wire_bytes']:.2f}x){first}")
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ from safetensors import safe_open
 
 from miles.core import ConfigError, StructureError
 from miles.weights.mapping.architecture import Architecture
+from miles.weights.mapping.placement import Key, Place, holders
 from miles.weights.mapping.tables import VALUE_HEAD, Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
 
 BUCKET_BYTES = 64 * 2**20
-Key = tuple[str, int | None, int | None]  # (megatron name pattern, layer, expert)
 
 
 class SafetensorsFolder:
@@ -58,7 +58,7 @@ def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture
 
     Raises ConfigError: a missing tensor. StructureError: a parameter without a rule, or of another shape than the folder's.
     """
-    place = _Placement(arch, model)
+    place = Placement(arch, model)
     source = SafetensorsFolder(folder)
     with torch.no_grad():
         for (pattern, layer, expert), parameter in place.local.items():
@@ -80,7 +80,7 @@ def export_hf(model: list[torch.nn.Module], arch: Architecture, bucket_bytes: in
 
     A collective generator: every rank must exhaust it; ranks other than 0 send their shares and yield nothing.
     """
-    place = _Placement(arch, model)
+    place = Placement(arch, model)
     me = dist.get_rank()
     for bucket in place.buckets(bucket_bytes):
         sources = sorted({rank for _, ranks in bucket for rank in ranks})
@@ -136,7 +136,7 @@ class Shard:
 
 def shards_of(model: list[torch.nn.Module], arch: Architecture) -> dict[torch.Tensor, Shard]:
     """This rank's parameters. A collective call."""
-    place, found = _Placement(arch, model), {}
+    place, found = Placement(arch, model), {}
     for (pattern, layer, expert), parameter in place.local.items():
         rule = place.rules[pattern]
         size, rank = place.shard_of_this_rank(rule) if rule.axis is not None else (1, 0)
@@ -144,7 +144,7 @@ def shards_of(model: list[torch.nn.Module], arch: Architecture) -> dict[torch.Te
     return found
 
 
-class _Placement:
+class Placement:
     """Which parameter lives where: this rank's own parameters, and for every parameter of the model the ranks that hold its shards."""
 
     def __init__(self, arch: Architecture, model: list[torch.nn.Module]):
@@ -169,12 +169,11 @@ class _Placement:
                 layer = None if layer is None else chunk.decoder.layers[layer].layer_number - 1
                 expert = None if expert is None else expert + ep_rank * self.experts_per_rank
                 self.local[rule.megatron, layer, expert] = tensor
-        mine = [mpu.get_pipeline_model_parallel_rank(), min(layers), max(layers), self.tp[1],
-                mpu.get_data_parallel_rank(with_context_parallel=True), self.etp[1], ep_rank, mpu.get_expert_data_parallel_rank()]
+        mine = Place(mpu.get_pipeline_model_parallel_rank(), min(layers), max(layers), self.tp[1],
+                     mpu.get_data_parallel_rank(with_context_parallel=True), self.etp[1], ep_rank, mpu.get_expert_data_parallel_rank())
         everyone = [torch.empty(len(mine), dtype=torch.int64, device=next(iter(self.local.values())).device) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, torch.tensor(mine, dtype=torch.int64, device=everyone[0].device))
-        self.ranks = [row.tolist() for row in everyone]
-        self.stages = 1 + max(row[0] for row in self.ranks)
+        self.places = [Place(*row.tolist()) for row in everyone]
 
     def shard_of_this_rank(self, rule) -> tuple[int, int]:
         return self.etp if rule.per_expert else self.tp
@@ -186,21 +185,7 @@ class _Placement:
 
     def owners(self, rule, layer: int | None, expert: int | None) -> list[int]:
         """Ranks of the first replica that hold the parameter, in the order of its shards (one rank where it is not sharded)."""
-        def on_stage(stage, first, last):
-            if layer is None:
-                return stage == (0 if rule.megatron.startswith("embedding") else self.stages - 1)
-            return first <= layer <= last
-
-        found = {}
-        for rank, (stage, first, last, tp, dp, etp, ep, expert_dp) in enumerate(self.ranks):
-            if not on_stage(stage, first, last):
-                continue
-            if expert is None and dp == 0:
-                found[tp] = rank
-            elif expert is not None and expert_dp == 0 and ep == expert // self.experts_per_rank:
-                found[etp] = rank
-        ordered = [found[i] for i in sorted(found)]
-        return ordered if rule.axis is not None else ordered[:1]
+        return [replicas[0] for replicas in holders(rule, layer, expert, self.places, self.experts_per_rank)]
 
     def buckets(self, limit: int) -> Iterator[list[tuple[Key, list[int]]]]:
         """Parameters with their owners, grouped so that no bucket is larger than `limit` bytes on a rank (one parameter at least)."""

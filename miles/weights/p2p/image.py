@@ -1,0 +1,90 @@
+"""`Image`: the receiver's memory, one safetensors file in a folder in shared memory, which an engine loads as it loads any model folder.
+
+It is kept from version to version: one copy of what the rank holds, the same that handing over tensors takes for the time of an update, and no second one
+beside it. Messages are verified in buffers of their own before they get here, so a message that comes too late or is damaged never touches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles.core import EnvironmentFault
+from miles.weights.p2p.plan import Box, Held, Tensor
+from miles.weights.patch import State
+
+_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Image:
+    """Made whole at once: shared memory that is too small is found here, not in the middle of a transfer."""
+
+    def __init__(self, folder: Path, tensors: Mapping[str, Tensor], held: Held):
+        """`folder` is the image's own, removed by `close`. Raises EnvironmentFault: no room."""
+        self.folder, self._tensors, self._held = folder, tensors, held
+        header, self._offsets, at = {}, {}, 0
+        for name, box in sorted(held.items(), key=lambda item: -tensors[item[0]].itemsize):  # so that each starts at a multiple of its elements' size
+            tensor = tensors[name]
+            shape = [box.bottom - box.top, box.right - box.left][:len(tensor.shape)]
+            size = box.size * tensor.itemsize
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, at + size]}
+            self._offsets[name], at = at, at + size
+        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+        text += b" " * (-len(text) % 8)
+        start, self.size = 8 + len(text), at
+        try:
+            with open(folder / "model.safetensors", "w+b") as f:
+                os.posix_fallocate(f.fileno(), 0, start + at)  # a page that is not there would be a SIGBUS later
+                f.write(len(text).to_bytes(8, "little") + text)
+                f.flush()
+                self._map = mmap.mmap(f.fileno(), start + at)
+        except OSError as e:
+            self.close()
+            raise EnvironmentFault(f"no room for {at / 1e9:.3g} GB of weights in {folder.parent}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
+        self._data = np.frombuffer(self._map, np.uint8)[start:]
+
+    def fits(self, tensors: Mapping[str, Tensor], held: Held) -> bool:
+        """Whether it is an image of just this."""
+        return self._held == held and all(self._tensors[n] == tensors[n] for n in held)
+
+    def bytes_of(self, name: str, box: Box) -> int:
+        return box.size * self._tensors[name].itemsize
+
+    def write(self, name: str, box: Box, data: np.ndarray) -> None:
+        """Put the bytes of a rectangle, row by row, in their place. data: uint8."""
+        held, itemsize = self._held[name], self._tensors[name].itemsize
+        rows = self._rows(name)
+        rows[box.top - held.top:box.bottom - held.top, (box.left - held.left) * itemsize:(box.right - held.left) * itemsize] = data.reshape(box.bottom - box.top, -1)
+
+    def state(self) -> State:
+        """The tensors as they lie in it: views."""
+        out = {}
+        for name, box in self._held.items():
+            tensor = self._tensors[name]
+            shape = [box.bottom - box.top, box.right - box.left][:len(tensor.shape)]
+            out[name] = torch.from_numpy(self._bytes(name)).view(getattr(torch, tensor.dtype)).view(shape)
+        return out
+
+    def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Name -> (shape, dtype) of every tensor."""
+        return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.state().items()}
+
+    def close(self) -> None:
+        """Remove the file. The mapping ends with the last view of it."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.folder)
+
+    def _bytes(self, name: str) -> np.ndarray:
+        size = self._held[name].size * self._tensors[name].itemsize
+        return self._data[self._offsets[name]:self._offsets[name] + size]
+
+    def _rows(self, name: str) -> np.ndarray:
+        return self._bytes(name).reshape(self._held[name].bottom - self._held[name].top, -1)
