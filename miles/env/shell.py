@@ -37,8 +37,9 @@ from miles.env.sandbox import Running, Sandbox, Workspace, not_started, unfit
 _BASH = ("bash", "--norc", "--noprofile", "--noediting", "-i")
 _SETUP = "PS1= PS2= PS4='+ '; unset HISTFILE; set +o history +o histexpand; shopt -u checkwinsize huponexit"
 _START_S = 20.0
-_STOP_S = 2.0  # how long SIGINT may take before the whole sandbox is killed
+_STOP_S = 3.0  # how long SIGINT may take before the whole sandbox is killed
 _ROUND_S = 0.05
+_KILL_ROUND = 4  # every so many rounds SIGKILL goes to what runs in the shell
 
 
 class Shell:
@@ -134,17 +135,24 @@ class Shell:
         return None
 
     async def _interrupt(self, ended: asyncio.Future, nonce: str, before: set[int]) -> bool:
-        """Stop what runs in the shell; whether the shell is still there and waits for a line."""
-        end = time.monotonic() + _STOP_S
-        sent = signal.SIGINT
+        """Stop what runs in the shell; whether the shell is still there and waits for a line.
+
+        bash first: it drops its command where its own SIGINT has come when it sees that its child died of one; seeing the child first it goes on, and says
+        so on the command's output. Of any other death of the child it concludes that the child has dealt with the interrupt, so SIGKILL, for those that do
+        not end by SIGINT, comes only now and then.
+        """
+        end, rounds = time.monotonic() + _STOP_S, 0
         while time.monotonic() < end and not ended.done():
-            for p in processes.below(self._running.process.pid):
-                if p.pid == self._bash or p.pid not in self._own | before:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(p.pid, signal.SIGINT if p.pid == self._bash else sent)
+            rounds += 1
+            inside = {p.pid for p in processes.below(self._running.process.pid)}
+            with contextlib.suppress(ProcessLookupError):
+                if self._bash in inside:
+                    os.kill(self._bash, signal.SIGINT)
+            for pid in inside - self._own - before:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL if rounds % _KILL_ROUND == 0 else signal.SIGINT)
             self._running.process.stdin.write(_report(nonce))  # the first may be what SIGINT met
             await asyncio.wait({ended}, timeout=_ROUND_S)
-            sent = signal.SIGKILL if time.monotonic() > end - _STOP_S + 3 * _ROUND_S else sent
         if not ended.done() or ended.result() is None:
             return False
         while time.monotonic() < end:  # bash is free; what ran beside it may not be gone yet

@@ -92,7 +92,7 @@ def test_a_command_that_is_no_text_for_bash_is_an_ordinary_failure():
 def test_a_command_over_its_time_is_stopped_and_the_shell_with_its_state_lives(command):
     alive = []
     results = play("x=kept; cd /usr; sleep 200.5 &", command, "echo $x; pwd; jobs | wc -l; ps -eo args | grep -c '^sleep 300.5'",
-                   limits=CommandLimits(wall_s=0.6, processes=64), inspect=lambda ws: alive.append(True))
+                   limits=CommandLimits(wall_s=1.5, processes=64), inspect=lambda ws: alive.append(True))  # the third has to end in time too, on a busy machine
     assert (results[1].stopped, results[1].exit_code, results[1].fresh_shell) == ("time", None, False)
     assert results[2].output == ("kept\n" if "x=$" not in command else results[2].output.split("\n")[0] + "\n") + "/usr\n1\n0\n"
 
