@@ -31,10 +31,6 @@ class ReferencePolicy:
         load_hf(model.chunks, folder, model.arch)
         self._exchange()
 
-    @property
-    def bytes(self) -> int:
-        return sum(t.nbytes for t in self._host)
-
     @contextlib.contextmanager
     def in_place(self) -> Iterator[None]:
         """Inside, the model has the reference's weights; afterwards its own again, bit for bit."""

@@ -148,7 +148,6 @@ def test_the_reference_is_another_folder_and_leaves_the_policy_as_it_was(world, 
     step = worlds.build(models["llama"], {})
     before = [t.clone() for t in local_weights(step.model.chunks)]
     reference = ReferencePolicy(step.model, other)
-    assert reference.bytes == sum(t.nbytes for t in before)
     assert all(torch.equal(a, b) for a, b in zip(before, local_weights(step.model.chunks), strict=True))
     with reference.in_place():
         want = worlds.build(str(other), {})

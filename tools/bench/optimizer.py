@@ -14,7 +14,6 @@ Exit status 1 where a target is missed.
 """
 
 import argparse
-import json
 import mmap
 import os
 import statistics
@@ -34,6 +33,7 @@ import xxhash
 from miles.optim import StreamedAdam
 from miles.optim.adam import CHUNK
 from miles.platform.cpu_adam import adam_
+from tools.bench.table import tell
 
 ITEM, FIELDS = 4, 3
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": 0.1, "bias_correction": True}
@@ -111,7 +111,8 @@ def _status(name: str) -> int:
 
 
 def figure(name, unit, value, baseline, ratio, limit, target, ok) -> dict:
-    return {"figure": name, "unit": unit, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
+    return {"figure": name, "unit": unit, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target,
+            "target_of": "value" if ratio is None else "ratio", "ok": bool(ok)}
 
 
 def measure(folder: Path, state_bytes: int, bucket: int, times: int) -> list[dict]:
@@ -157,16 +158,7 @@ def main() -> int:
     size, bucket = (256 << 20, 1 << 21) if args.quick else (2 << 30, 1 << 23)
     with tempfile.TemporaryDirectory(prefix="miles-bench-optimizer-", dir=args.folder) as name:
         figures = measure(Path(name), size, bucket, times=4)
-    if args.json:
-        print(json.dumps({"bench": "optimizer", "state_bytes": size, "cpus": os.cpu_count(), "figures": figures}))
-    else:
-        print(f"{size / 1e9:.2f} GB of state in buckets of {bucket * ITEM * FIELDS / 2**20:.0f} MiB")
-        print(f"{'figure':52} {'ours':>10} {'baseline':>10} {'ratio':>7} {'limit':>10} {'target':>8}")
-        for f in figures:
-            baseline, ratio = ("" if f["baseline"] is None else f"{f['baseline']:,.3f}"), ("" if f["ratio"] is None else f"{f['ratio']:.3f}")
-            print(f"{f['figure'] + ' [' + f['unit'] + ']':52} {f['value']:>10,.3f} {baseline:>10} {ratio:>7} {f['limit']:>10,.3f} {f['target']:>8.2f}"
-                  + ("" if f["ok"] else "  MISSED"))
-    return 0 if all(f["ok"] for f in figures) else 1
+    return tell("optimizer", figures, args.json, f"{size / 1e9:.2f} GB of state in buckets of {bucket * ITEM * FIELDS / 2**20:.0f} MiB", state_bytes=size)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ Exit 1 where a target is missed.
 
 import argparse
 import asyncio
-import json
 import os
 import statistics
 import subprocess
@@ -34,6 +33,8 @@ import msgspec
 import numpy as np
 import uvloop
 from aiohttp import web
+
+from tools.bench.table import tell
 
 TOKEN = "bench-token"
 SENTENCE = "list the files in the folder, then print file.txt and count its lines\n"
@@ -315,14 +316,7 @@ def main() -> int:
         (asyncio if args.role == "stub" else uvloop).run(serve_stub(args.folder) if args.role == "stub" else serve_sessions(args.folder, args.engine, args.store))
         return 0
     figures = measure(args.quick)
-    if args.json:
-        print(json.dumps({"bench": "session", "cpus": os.cpu_count(), "figures": figures}))
-    else:
-        print(f"{'figure':46} {'value':>10} {'baseline':>10} {'ratio':>7} {'limit':>8} {'target':>8}")
-        for f in figures:
-            cells = [f"{f[k]:,.3f}" if f[k] is not None else "" for k in ("value", "baseline", "ratio", "limit", "target")]
-            print(f"{f['figure'] + (' [' + f['unit'] + ']' if f['unit'] else ''):46} {cells[0]:>10} {cells[1]:>10} {cells[2]:>7} {cells[3]:>8} {cells[4]:>8}" + ("" if f["ok"] else "  MISSED"))
-    return 0 if all(f["ok"] for f in figures) else 1
+    return tell("session", figures, args.json)
 
 
 if __name__ == "__main__":

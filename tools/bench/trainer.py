@@ -43,6 +43,7 @@ from miles.trainer.batching import Sequence
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.step import TrainStep
+from tools.bench.table import tell
 
 VOCAB, MICROBATCH, CLIP = 4096, 2048, 1.0
 SIZES = {"vocab_size": VOCAB, "hidden_size": 384, "num_hidden_layers": 4, "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 64,
@@ -240,15 +241,7 @@ def main() -> int:
         figures.append(padding())
         figures += replay_worth(scratch, 16 if args.quick else 64, whole_run=not args.quick)
     close_distributed()
-    if args.json:
-        print(json.dumps({"bench": "trainer", "cpus": os.cpu_count(), "threads": torch.get_num_threads(), "figures": figures}))
-    else:
-        print(f"{'figure':46} {'value':>12} {'baseline':>12} {'ratio':>8} {'limit':>10} {'target':>9}")
-        for f in figures:
-            cells = [f"{f[k]:,.4g}" if f[k] is not None else "" for k in ("value", "baseline", "ratio", "limit", "target")]
-            print(f"{f['figure'] + (' [' + f['unit'] + ']' if f['unit'] else ''):46} {cells[0]:>12} {cells[1]:>12} {cells[2]:>8} {cells[3]:>10} {cells[4]:>9}"
-                  + (" (ratio)" if f["target_of"] == "ratio" else "") + ("" if f["ok"] else "  MISSED"))
-    return 0 if all(f["ok"] for f in figures) else 1
+    return tell("trainer", figures, args.json, threads=torch.get_num_threads())
 
 
 if __name__ == "__main__":
