@@ -2,17 +2,14 @@
 
 import re
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from miles.config import load_config
 from miles.rundir import RunDir
-
-PROGRAM = Path(__file__).with_name("transfer_program.py")
-MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
+from tests import ranks
 
 
 @pytest.fixture
@@ -22,11 +19,9 @@ def world(tmp_path, request):
     run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"weights.ack_timeout_s={limit_s}")))
     started = []
 
-    def start(role, fault="none"):
-        process = subprocess.Popen([MPIEXEC, "-n", "2", sys.executable, str(PROGRAM), role, str(run.path), str(run.new_epoch(role)), fault],
-                                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        started.append(process)
-        return process
+    def start(role, fault=""):
+        started.append(ranks.start(2, "tests.weights.p2p.transfer_program", run, role, FAULT=fault))
+        return started[-1]
 
     yield run, start
     (run.path / "end").touch()
@@ -38,10 +33,14 @@ def world(tmp_path, request):
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def finish(run, *processes):
-    outputs = [processes[0].communicate(timeout=150)[0]]
+def finish(run, trainer, rollout):
+    """What the trainer's ranks and the rollout's said until the end."""
+    codes = [trainer.wait(timeout=150)]
     (run.path / "end").touch()
-    return outputs + [p.communicate(timeout=30)[0] for p in processes[1:]]
+    codes.append(rollout.wait(timeout=30))
+    sent, got = ranks.said(run, "trainer"), ranks.said(run, "rollout")
+    assert codes == [0, 0], sent + got
+    return sent, got
 
 
 def test_every_receiver_has_every_version_bit_for_bit_in_a_file_that_engines_load(world):
@@ -55,8 +54,7 @@ def test_every_receiver_has_every_version_bit_for_bit_in_a_file_that_engines_loa
 def test_a_receiver_killed_in_the_middle_ends_the_transfer_and_its_successors_are_served_by_the_same_trainer(world):
     run, start = world
     first, trainer = start("rollout", "killed"), start("trainer", "killed")
-    first.communicate(timeout=150)
-    assert first.returncode != 0
+    assert first.wait(timeout=150) != 0
     second = start("rollout", "killed")
     sent, got = finish(run, trainer, second)
     assert len(re.findall(r"rank \d v1 failed after \d+ s: the rollout ranks were restarted$", sent, re.MULTILINE)) == 2, sent + got
@@ -65,13 +63,14 @@ def test_a_receiver_killed_in_the_middle_ends_the_transfer_and_its_successors_ar
 
 @pytest.mark.parametrize("world", [4], indirect=True)
 def test_a_receiver_that_is_killed_and_not_started_again_costs_two_deadlines(world):
-    _, start = world
+    run, start = world
     first, trainer = start("rollout", "killed"), start("trainer", "killed")
-    first.communicate(timeout=150)
-    while "failed" not in (line := trainer.stdout.readline()):
-        assert line, "the trainer ended"
+    assert first.wait(timeout=150) != 0
+    while "failed" not in (sent := ranks.said(run, "trainer")):
+        assert trainer.poll() is None, sent
+        time.sleep(0.1)
     # the other receiver, while it lives, may be the first to say so
-    assert re.search(r"v1 failed after \d+ s: .*arrived within weights.ack_timeout_s; again: not all weights arrived within weights.ack_timeout_s", line), line
+    assert re.search(r"v1 failed after \d+ s: .*arrived within weights.ack_timeout_s; again: not all weights arrived within weights.ack_timeout_s", sent), sent
 
 
 def test_a_byte_that_changed_on_the_way_is_noticed_and_the_transfer_repeated(world):

@@ -1,4 +1,4 @@
-"""Run under mpiexec by test_transfer.py: `transfer_program.py trainer|rollout RUN EPOCH [FAULT]`, two ranks each. Prints one line for each thing that happened."""
+"""A rank of test_transfer.py: `python -m tests.weights.p2p.transfer_program RUN`, two of each role. Prints one line for each thing that happened."""
 
 import functools
 import os
@@ -8,11 +8,8 @@ import tempfile
 import time
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
 import msgspec
 import torch
-from models import Trainer, architecture, shards_of, tensors_of
 
 from miles.weights.p2p import receive, send
 from miles.comm import World, run_rank
@@ -21,6 +18,7 @@ from miles.weights.p2p.filled import Filled
 from miles.weights.p2p.plan import plan
 from miles.weights.p2p.source import Source
 from miles.weights.store import Manifest
+from tests.weights.p2p.models import Trainer, architecture, shards_of, tensors_of
 
 ARCH = architecture("glm4_moe", hidden_size=64, vocab_size=301)
 TENSORS = tensors_of(ARCH, "bfloat16")
@@ -107,5 +105,5 @@ def rollout(run: RunDir, epoch: int, fault: str) -> int:
 
 
 if __name__ == "__main__":
-    role, path, epoch, fault = sys.argv[1], RunDir(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    run_rank(lambda: (trainer if role == "trainer" else rollout)(path, epoch, "" if fault == "none" else fault))
+    main = {"trainer": trainer, "rollout": rollout}[os.environ["MILES_ROLE"]]
+    run_rank(lambda: main(RunDir(sys.argv[1]), int(os.environ["MILES_EPOCH"]), os.environ["FAULT"]))
