@@ -195,15 +195,15 @@ def over_wire(folder: Path, ranks: int, elements: int, repeats: int) -> dict:
     run = RunDir.create(load_config(project / "configs/tiny_async.toml", (f"run.root={folder}", f"cluster.site={project / 'configs/sites/dev.toml'}")))
     tcp = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "lo", "GLOO_SOCKET_IFNAME": "lo"}
     started = [subprocess.Popen([str(Path(sys.executable).with_name("mpiexec")), "-n", str(ranks), sys.executable, str(Path(__file__).with_name("weights_ranks.py")),
-                                 role, str(run.path), str(ranks), str(elements), str(repeats)], env={**os.environ, **tcp}, stdout=subprocess.PIPE, text=True)
+                                 role, str(run.path), str(ranks), str(elements), str(repeats)], env={**os.environ, **tcp})
                for role in ("rollout", "trainer")]
     try:
-        out = started[1].communicate(timeout=600)[0]
-        started[0].communicate(timeout=60)
+        started[1].wait(timeout=600)
+        started[0].wait(timeout=60)
     finally:
         for process in started:
             process.kill()
-    return json.loads(out)
+    return json.loads((run.path / "figures.json").read_text())
 
 
 def main() -> int:

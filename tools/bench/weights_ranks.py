@@ -1,7 +1,7 @@
 """Run under mpiexec by weights.py: `weights_ranks.py trainer|rollout RUN RANKS ELEMENTS REPEATS`, RANKS of each role, each role an MPI world of its own.
 
 Trainer ranks hold a Llama of about ELEMENTS bf16 elements, tensor parallel. They send it to the rollout ranks point to point, as whole tensors to each and as the
-shares of one engine's processes; and as a broadcast does it, over gloo: gathered on the leader, which sends every tensor to all. The leader prints the figures as JSON.
+shares of one engine's processes; and as a broadcast does it, over gloo: gathered on the leader, which sends every tensor to all. The leader writes the figures to RUN/figures.json.
 """
 
 import json
@@ -69,7 +69,8 @@ def trainer(run: RunDir, ranks: int, elements: int, repeats: int) -> int:
     size = sum(t.whole.size * t.itemsize for t in tensors.values())
     out["broadcast"]["wire_bytes"] = size * (ranks - 1) // ranks + size * ranks
     if world.leader:
-        print(json.dumps({"ranks": ranks, "model_bytes": size, **out}), flush=True)
+        (run.path / "figures.json").write_text(json.dumps({"ranks": ranks, "model_bytes": size, **out}))
+    world.gather_bytes(b"")  # the first rank that leaves is the end of all to mpiexec
     return 0
 
 
