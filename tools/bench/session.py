@@ -3,9 +3,9 @@
 
 Three processes: the server (pinned to one core), a stub engine that answers at once in SGLang's format, and this one, which plays the harness. All over
 loopback HTTP, every turn durable (on disk before its answer) as in a run.
-  added time    one session with a history of 1k and of 64k tokens; each turn appends 40 to 60 tokens. Baseline: the same number of tokens sent to the
-                engine by the client the server uses. The two alternate, in one run; p50 of the difference. Limit: one more such call, because a
-                turn goes through two sockets where the baseline goes through one, and one fdatasync of what a turn appends.
+  added time    sessions with a history of 1k and of 64k tokens, ten turns each, which append 40 to 60 tokens a turn. Baseline: the same number of tokens
+                sent to the engine by the client the server uses. The two alternate, in one run; p50 of the difference. Limit: one more such call, because
+                a turn goes through two sockets where the baseline goes through one, and one fdatasync of what a turn appends.
   throughput    512 sessions at once, each a conversation of 8 turns, then a new one. Limit: the same harness against a server that only answers.
   prefix reuse  a real SGLang on a tiny random model, 16 sessions of 24 turns at once, which begin with instructions of about 1,000 tokens as agents'
                 do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach.
@@ -154,27 +154,29 @@ def _http() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def added_time(folder: str, server: str, engine: str, history: int, turns: int) -> tuple[float, float]:
-    """(p50 of what a turn through the session takes longer, p50 of the engine alone), seconds, with about `history` tokens before."""
+async def added_time(folder: str, server: str, engine: str, history: int, sessions: int) -> tuple[float, float]:
+    """(p50 of what a turn through a session takes longer, p50 of the engine alone), seconds, with about `history` tokens before: each of `sessions` ends
+    after ten turns, lest a short history becomes a long one."""
     from miles.engine import EngineClient, Sampling
     from miles.session import ChatTokenizer
 
     per_sentence = len(ChatTokenizer.from_folder(folder).encode(SENTENCE * 100)) / 100
     client, rng = EngineClient(engine, TOKEN, folder, max_context=CONTEXT), np.random.default_rng(0)
     async with _http() as http:
-        harness = Harness(http, server)
-        await harness.open()
-        await harness.turn(SENTENCE * int(history / per_sentence))
         through, alone = [], []
-        for i in range(turns):
-            start = time.perf_counter()
-            usage = await harness.turn(f"output {i}: " + SENTENCE * 2)
-            through.append(time.perf_counter() - start)
-            ids = rng.integers(10, 300, usage["prompt_tokens"]).astype(np.int32)
-            start = time.perf_counter()
-            await client.generate(f"alone{i}", ids, Sampling(64, stop_token_ids=(2,)), routing_key="bench", routes_from=len(ids) - 60, extra_key="v0")
-            alone.append(time.perf_counter() - start)
-        await harness.finish()
+        for n in range(sessions):
+            harness = Harness(http, server)
+            await harness.open()
+            await harness.turn(SENTENCE * int(history / per_sentence))
+            for i in range(10):
+                start = time.perf_counter()
+                usage = await harness.turn(f"output {i}: " + SENTENCE * 2)
+                through.append(time.perf_counter() - start)
+                ids = rng.integers(10, 300, usage["prompt_tokens"]).astype(np.int32)
+                start = time.perf_counter()
+                await client.generate(f"alone{n}.{i}", ids, Sampling(64, stop_token_ids=(2,)), routing_key="bench", routes_from=len(ids) - 60, extra_key="v0")
+                alone.append(time.perf_counter() - start)
+            await harness.finish()
     await client.close()
     return statistics.median(t - a for t, a in list(zip(through, alone, strict=True))[3:]), statistics.median(alone[3:])
 
@@ -289,7 +291,7 @@ def measure(quick: bool) -> list[dict]:
                 process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
             added, sync = {}, sync_time(scratch)
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
-                added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 30 if quick else 200))
+                added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 3 if quick else 20))
                 figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * (alone + sync), 1e3 * most, added[tokens] <= most))
             figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, 2.0, added[65536] <= 2 * added[1024]))
             limit = asyncio.run(harness_limit(engine, 2048 if quick else 4096))
