@@ -26,11 +26,13 @@ import xxhash
 import zstandard
 
 from miles.core import StructureError, Trajectory
+from miles.rundir.publish import Buffer
 
 ARRAYS = {"tokens": "<i4", "loss_mask": "<u1", "logprobs": "<f4", "versions": "<i4"}
 PLAIN = ("logprobs",)
 _PREFIX = np.dtype([("magic", "S8"), ("header", "<u4"), ("body", "<u8"), ("check", "<u8")])
 _MAGIC = b"milespt1"
+_AHEAD = 4096  # bytes read at once for a header, whose size is not known: on a shared file system each read is a wait
 _SCALARS = (
     "group_id", "sample", "leaf", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
     "prompt_tokens", "seconds", "meta",
@@ -63,8 +65,8 @@ class Place(msgspec.Struct, frozen=True):
     size: int  # bytes, all of it
 
 
-def encode_frame(leaves: Sequence[Trajectory]) -> bytes:
-    """The frame of one sample. Raises StructureError (cause `leaves`): these are not its leaves 0, 1, ..., with one reward and one end."""
+def encode_frame(leaves: Sequence[Trajectory]) -> list[Buffer]:
+    """The frame of one sample, in pieces that are written one after the other. Raises StructureError (cause `leaves`): these are not its leaves 0, 1, ..., with one reward and one end."""
     first = leaves[0]
     shared = ("group_id", "sample", "task_id", "reward", "finish_reason")
     for n, t in enumerate(leaves):
@@ -79,29 +81,35 @@ def encode_frame(leaves: Sequence[Trajectory]) -> bytes:
         start += sum(head.sizes)
     header = msgspec.json.encode(Header(first.group_id, first.sample, heads))
     prefix = np.array([(_MAGIC, len(header), start, xxhash.xxh3_64_intdigest(header))], _PREFIX)
-    return b"".join([prefix.tobytes(), header, *body])
+    return [prefix.tobytes(), header, *body]
 
 
 def read_header(fd: int, segment: str, offset: int, end: int) -> tuple[Header, Place] | None:
     """The frame at `offset` of an open segment of `end` bytes; None when there is no whole one."""
-    prefix = os.pread(fd, _PREFIX.itemsize, offset)
-    if len(prefix) < _PREFIX.itemsize:
+    data = os.pread(fd, _AHEAD, offset)
+    if len(data) >= _PREFIX.itemsize and (missing := _PREFIX.itemsize + int(np.frombuffer(data, _PREFIX, 1)["header"][0]) - len(data)) > 0:
+        data += os.pread(fd, min(missing, max(end - offset, 0)), offset + len(data))
+    found = parse_header(data, segment, offset)
+    return found if found is not None and offset + found[1].size <= end else None
+
+
+def parse_header(data: bytes, segment: str, offset: int) -> tuple[Header, Place] | None:
+    """The frame that `data`, read at `offset` of a segment, begins with; None when it is no whole header."""
+    if len(data) < _PREFIX.itemsize:
         return None
-    magic, size, body, check = np.frombuffer(prefix, _PREFIX)[0].tolist()
-    at = offset + _PREFIX.itemsize
-    if magic != _MAGIC or at + size + body > end:
-        return None
-    header = os.pread(fd, size, at)
-    if len(header) < size or xxhash.xxh3_64_intdigest(header) != check:
+    magic, size, body, check = np.frombuffer(data, _PREFIX, 1)[0].tolist()
+    header = data[_PREFIX.itemsize :][:size]
+    if magic != _MAGIC or len(header) < size or xxhash.xxh3_64_intdigest(header) != check:
         return None
     header = msgspec.json.decode(header, type=Header)
-    return header, Place(header.sample, segment, offset, at + size, at + size + body - offset)
+    at = offset + _PREFIX.itemsize + size
+    return header, Place(header.sample, segment, offset, at, at + body - offset)
 
 
 def read_frame(fd: int, folder: Path, place: Place, group: int) -> Header:
     """The header of a frame that must be there, in its open segment. Raises StructureError (cause `digest`): it is not."""
-    found = read_header(fd, place.segment, place.offset, os.fstat(fd).st_size)
-    if found is None or found[1] != place or found[0].group != group:
+    found = parse_header(os.pread(fd, place.body - place.offset, place.offset), place.segment, place.offset)
+    if found is None or found[1] != place or found[0].group != group or os.fstat(fd).st_size < place.offset + place.size:
         raise damaged(f"{folder / place.segment}, byte {place.offset}")
     return found[0]
 
@@ -115,8 +123,9 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
     """One trajectory, verified. `layers`: the MoE layers whose routes are read. Raises StructureError (cause `digest`)."""
     where, (*sizes, routes_size) = f"{place.segment}, byte {place.offset}", leaf.sizes
     at = place.body + leaf.start
-    data, arrays = memoryview(os.pread(fd, sum(sizes), at)), {}
-    if len(data) < sum(sizes):
+    first = sum(sizes) + (routes_size if layers is None else 0)  # one read where all of it is wanted
+    data, arrays = memoryview(os.pread(fd, first, at)), {}
+    if len(data) < first:
         raise damaged(where)
     for (name, dtype), size in zip(ARRAYS.items(), sizes, strict=True):
         stored, data = data[:size], data[size:]
@@ -132,7 +141,7 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
     if routes_size:
         from miles.buffer.routes import RouteReader  # numba takes its time to import, and who reads journals needs none
 
-        routes = RouteReader(_Stored(fd, at + sum(sizes), routes_size))
+        routes = RouteReader(np.frombuffer(data, np.uint8) if layers is None else _Stored(fd, at + sum(sizes), routes_size))
     record = leaf.record.encode()
     if _digest(record, list(arrays.values()), routes.header if routes else None) != leaf.digest:
         raise damaged(where)

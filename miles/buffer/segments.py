@@ -14,13 +14,13 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from miles.buffer.frames import Header, Place, read_header
-from miles.rundir.publish import explain_os_errors, fsync_dir, write_durably
+from miles.rundir.publish import Buffer, explain_os_errors, fsync_dir, write_durably
 
 SEGMENT_BYTES = 64 << 20  # of 10 GB kept there are 160 files, and one that is not full for each writer
 _NAME = re.compile(r"(p(?P<pool>\d+)\.)?e(?P<epoch>\d+)\.(?P<writer>[^.]+\.\d+)\.(?P<number>\d+)\.seg")
@@ -59,18 +59,18 @@ class SegmentWriter:
         self._folder, self._source, self._fence = folder, source, fence
         self._lock, self._fd, self._size, self._number = threading.Lock(), -1, 0, 0
 
-    def append(self, frame: bytes) -> None:
-        """When it returns, the frame survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): the frame is not there."""
+    def append(self, frame: Sequence[Buffer]) -> None:
+        """`frame`: its pieces. When it returns, the frame survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): the frame is not there."""
         with self._lock, explain_os_errors(self._folder):
             if self._fd < 0 or self._size >= SEGMENT_BYTES:
                 self._open()
             fd, self._fd = self._fd, -1  # not used again unless all goes well
             try:
-                write_durably(fd, frame)
+                write_durably(fd, *frame)
             except BaseException:
                 os.close(fd)
                 raise
-            self._fd, self._size = fd, self._size + len(frame)
+            self._fd, self._size = fd, self._size + sum(memoryview(piece).nbytes for piece in frame)
 
     def close(self) -> None:
         with self._lock:

@@ -44,7 +44,7 @@ def fail(monkeypatch, call, error, where, *, after=0, torn=0):
         name = os.readlink(f"/proc/self/fd/{target}") if isinstance(target, int) else os.fspath(target)
         if where in name and next(good, None) is None:
             if torn:
-                real(target, bytes(args[0])[:torn])
+                real(target, [b"".join(args[0])[:torn]])
             raise OSError(error, os.strerror(error), name)
         return real(target, *args, **kw)
 
@@ -52,7 +52,7 @@ def fail(monkeypatch, call, error, where, *, after=0, torn=0):
 
 
 # -- full disk ---------------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("call, torn", [("write", 0), ("write", 40), ("write", 500), ("fsync", 0), ("open", 0)])
+@pytest.mark.parametrize("call, torn", [("writev", 0), ("writev", 40), ("writev", 500), ("fsync", 0), ("open", 0)])
 def test_full_disk_at_a_part_the_sample_is_not_there_and_the_next_one_is(run, writer, monkeypatch, call, torn):
     writer.start(0, "t")
     write_part(run, 1, [trajectory(0, 0)])
@@ -69,7 +69,7 @@ def test_full_disk_at_a_part_the_sample_is_not_there_and_the_next_one_is(run, wr
     assert [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [1.0, 0.75]
 
 
-@pytest.mark.parametrize("call, torn", [("open", 0), ("write", 0), ("write", 50), ("fsync", 0)])
+@pytest.mark.parametrize("call, torn", [("open", 0), ("writev", 0), ("writev", 50), ("fsync", 0)])
 def test_full_disk_at_the_seal_the_next_leader_seals(run, writer, monkeypatch, call, torn):
     writer.start(0, "t")
     for s in range(2):
@@ -85,7 +85,7 @@ def test_full_disk_at_the_seal_the_next_leader_seals(run, writer, monkeypatch, c
     assert state_of(run).groups[0].status is Status.READY and len(read_group(run.buffer_dir, 0).trajectories) == 2
 
 
-@pytest.mark.parametrize("call, torn", [("write", 0), ("write", 30), ("fsync", 0)])
+@pytest.mark.parametrize("call, torn", [("writev", 0), ("writev", 30), ("fsync", 0)])
 def test_full_disk_at_the_journal_nothing_is_appended_after_it_and_the_next_epoch_goes_on(run, writer, monkeypatch, call, torn):
     put(run, writer, 0)
     with monkeypatch.context() as m:
@@ -108,7 +108,7 @@ def test_a_folder_that_cannot_be_written_says_what_to_do(run, writer, monkeypatc
         for s in range(2):
             write_part(run, 1, [trajectory(0, s)])
     group_path(run.buffer_dir, 0).parent.mkdir(exist_ok=True)
-    fail(monkeypatch, "write" if what == ".log" else "open", error, what)
+    fail(monkeypatch, "writev" if what == ".log" else "open", error, what)
     with pytest.raises(EnvironmentFault, match=advice):
         write_part(run, 1, [trajectory(0, 0)]) if what == ".seg" else writer.seal(0, [0, 1])
 
@@ -117,7 +117,7 @@ def test_a_folder_that_cannot_be_written_says_what_to_do(run, writer, monkeypatc
 def test_on_a_slow_disk_groups_come_late_but_whole_and_once(run, writer, monkeypatch):
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (time.sleep(0.02), real(fd)))
-    monkeypatch.setattr(os, "write", lambda fd, data, w=os.write: w(fd, data[: max(1, len(data) // 3)]))  # and it takes little at once
+    monkeypatch.setattr(os, "writev", lambda fd, pieces, w=os.writev: w(fd, [pieces[0][: max(1, len(pieces[0]) // 3)]]))  # and it takes little at once
     q, seen, making = queue(run), [], threading.Thread(target=lambda: [put(run, writer, g) for g in range(4)])
     making.start()
     while len(seen) < 4:

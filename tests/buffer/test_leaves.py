@@ -127,7 +127,7 @@ def carry_on(run):
     writer.seal(4, sorted(samples))
 
 
-CALLS = ("open", "write", "fsync", "rename", "unlink")  # the system calls through which the buffer makes anything durable
+CALLS = ("open", "writev", "fsync", "rename", "unlink")  # the system calls through which the buffer makes anything durable
 
 
 def die_before_call(run, number):

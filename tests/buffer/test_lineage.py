@@ -21,7 +21,7 @@ from miles.core import StaleEpochError
 from miles.report.read import read_lineage
 from miles.rundir import RunDir
 
-CALLS = ("open", "write", "fsync", "rename", "unlink", "mkdir")
+CALLS = ("open", "writev", "fsync", "rename", "unlink", "mkdir")
 SAMPLES = 2
 
 
@@ -37,8 +37,9 @@ def killed_at(number):
     def dying(name):
         def call(*args, **kw):
             n = next(count)
-            if n == number and name == "write":
-                real["write"](args[0], bytes(args[1])[: len(args[1]) // 2])
+            if n == number and name == "writev":
+                data = b"".join(args[1])
+                real["writev"](args[0], [data[: len(data) // 2]])
             if n >= number:
                 raise Killed
             return real[name](*args, **kw)

@@ -147,9 +147,9 @@ def test_on_a_read_only_file_system_each_writer_says_what_to_do(disk, writer):
 # -- slow disk ---------------------------------------------------------------------------------------------------------------
 def test_on_a_slow_disk_weights_sessions_and_logs_come_late_and_whole(run, monkeypatch):
     run.new_epoch("trainer"), run.new_epoch("rollout")
-    real, writes = os.fsync, os.write
+    real, writes = os.fsync, os.writev
     monkeypatch.setattr(os, "fsync", lambda fd: (time.sleep(0.02), real(fd)))
-    monkeypatch.setattr(os, "write", lambda fd, data: writes(fd, bytes(data)[: max(1, len(data) // 3)]))
+    monkeypatch.setattr(os, "writev", lambda fd, pieces: writes(fd, [pieces[0][: max(1, len(pieces[0]) // 3)]]))
     store = WeightStore(run)
     store.publish(1, 0, state(0), 1)
     store.publish_delta(2, 1, state(1).items(), state(0), 1, base=1)

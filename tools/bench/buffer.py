@@ -56,7 +56,7 @@ def make_run(folder: Path, *settings: str) -> RunDir:
 
 
 def samples(tokens: int = TOKENS, layers: int = LAYERS) -> list[Trajectory]:
-    """A group's trajectories; `put` gives them the number of their group."""
+    """The trajectories of group 0."""
     rng, out = np.random.default_rng(0), []
     for s in range(SAMPLES):
         mask = (np.arange(tokens) % 64 >= 32).astype(np.uint8)
@@ -69,6 +69,10 @@ def samples(tokens: int = TOKENS, layers: int = LAYERS) -> list[Trajectory]:
     return out
 
 
+def numbered(made: list[Trajectory], group: int) -> list[Trajectory]:
+    return [replace(t, group_id=group) for t in made]
+
+
 class Both:
     """Both ends of the buffer of a run, in one process."""
 
@@ -78,10 +82,11 @@ class Both:
         self.writer = BufferWriter(run, self.epoch)
         self.queue = TrainerQueue(run, run.new_epoch(Role.TRAINER), 0)
 
-    def put(self, group: int, made: list[Trajectory]) -> None:
+    def put(self, made: list[Trajectory]) -> None:
+        group = made[0].group_id
         self.writer.start(group, "t")
         for t in made:
-            write_part(self.run, self.epoch, [replace(t, group_id=group)])
+            write_part(self.run, self.epoch, [t])
         self.writer.seal(group, list(range(len(made))))
 
     def take(self, count: int = 1) -> list[int]:
@@ -156,11 +161,13 @@ def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
 
 def produce(both: Both, made: list[Trajectory], groups: range, pipe) -> None:
     """The rollout's end, in a process of its own as in a run: says when each group is ready, and in the end how many fsyncs that took."""
+    made = [numbered(made, group) for group in groups]
+    pipe.send("prepared")
     pipe.recv()
     with counting_fsyncs() as fsyncs:
-        for group in groups:
-            both.put(group, made)
-            pipe.send(group)
+        for samples in made:
+            both.put(samples)
+            pipe.send("ready")
     pipe.send(fsyncs[0])
 
 
@@ -176,7 +183,7 @@ def consume(both: Both, count: int, pipe) -> None:
 def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
     """(MB/s of the buffer, of plain files) in stored bytes."""
     both, made, context = Both(make_run(folder)), samples(), multiprocessing.get_context("fork")
-    both.put(0, made)  # compiles
+    both.put(made)  # compiles
     both.close([read_group(both.run.buffer_dir, g).group_id for g in both.take()])
     seconds, plain, stored = 0.0, 0.0, 0
     for first in range(1, groups + 1, ROUND):
@@ -185,6 +192,7 @@ def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
         producer = context.Process(target=produce, args=(both, made, part, other))
         producer.start()
         other.close()
+        pipe.recv()
         with counting_fsyncs() as fsyncs:
             start = time.perf_counter()
             pipe.send("begin")
@@ -220,7 +228,7 @@ def child(folder: Path, steps: int) -> None:
     for step in range(steps):
         phase("stored")
         for group in range(step * STEP, (step + 1) * STEP):
-            both.put(group, made)
+            both.put(numbered(made, group))
         phase("taken")
         taken = both.take(STEP)
         phase("read")
@@ -331,7 +339,7 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
                 call()
                 seconds[name][side].append(time.perf_counter() - start)
 
-            timed("put", lambda both=both, n=n: both.put(first + n, made))
+            timed("put", lambda both=both, samples=numbered(made, first + n): both.put(samples))
             timed("poll", both.queue.poll)
             taken = []
             timed("take", lambda both=both, taken=taken: taken.extend(both.take()))
