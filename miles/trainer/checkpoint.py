@@ -124,15 +124,20 @@ def describe_file(path: Path) -> tuple[int, str]:
 
 
 def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: Critic | None = None) -> None:
-    """Read a checkpoint into the model and optimizer (and the critic's) of this layout (which may differ from the one that saved), and restore random state.
+    """Read a checkpoint into the model and optimizer (and the critic's) of this layout, which may differ from the one that saved, and restore random state.
+
+    Random state is each rank's own: under another number of ranks all keep what they were seeded with.
 
     Raises EnvironmentFault: no checkpoint there, or one whose metadata is not what this format holds.
     """
     folder = Path(folder)
-    _check_metadata(folder / ".metadata")
+    names = _read_names(folder / ".metadata")
     streamed = is_saved(folder)
+    wanted = _state(model, optimizer, critic, _format(), loading=True, own_files=streamed)
+    if wanted["rng"].unique_key not in names:
+        del wanted["rng"]
     with _plain_objects_only():
-        state = dist_checkpointing.load(_state(model, optimizer, critic, _format(), loading=True, own_files=streamed), str(folder))
+        state = dist_checkpointing.load(wanted, str(folder))
     for name, m, o in _trained(model, optimizer, critic):
         found = state["critic"] if name == "critic" else state
         m.chunks[0].module.load_state_dict({key.removeprefix(_prefix(name)): value for key, value in found["model"].items()})
@@ -143,8 +148,9 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: C
         else:
             for i, part in enumerate(o.chained_optimizers):
                 part.load_parameter_state_from_fully_reshardable(found["optimizer"][i])
-    torch.set_rng_state(state["rng"]["torch"])
-    get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+    if "rng" in state:
+        torch.set_rng_state(state["rng"]["torch"])
+        get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
 
 
 def _trained(model: PolicyModel, optimizer, critic: Critic | None) -> list[tuple[str, PolicyModel, Any]]:
@@ -214,12 +220,13 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name}")
 
 
-def _check_metadata(path: Path) -> None:
+def _read_names(path: Path) -> set[str]:
+    """Names of all that is in the checkpoint."""
     if not path.is_file():
         raise EnvironmentFault(f"no checkpoint metadata {path}", "a folder written by save_checkpoint", "resume from another checkpoint")
     try:
         with path.open("rb") as file:
-            _MetadataUnpickler(file).load()
+            return set(_MetadataUnpickler(file).load().state_dict_metadata)
     except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, ImportError) as e:
         raise EnvironmentFault(f"{path} is damaged, or names what a checkpoint never holds: {e}", "metadata written by save_checkpoint",
                                "resume from another checkpoint") from e

@@ -15,15 +15,37 @@ LATENT_LAYOUTS = {"tp2": {"tp": 2}, "tp2-ep2": {"tp": 2, "ep": 2}, "pp2": {"pp":
 SPARSE_ROUTES = [3, 2, 8]
 SPARSE_LAYOUTS = {**LATENT_LAYOUTS, "ep2": {"ep": 2}}
 INDEXED = {"first_stage_layers": 3}  # of four layers the third uses the index of the second: the second stage starts on the fourth
+STATES = ("resident", "streamed")
 DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
 @pytest.fixture(scope="module")
-def results(models, tmp_path_factory):
+def checkpoints(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+def state_folder(checkpoints, state):
+    """Where optimizer state is streamed to; empty: it is resident."""
+    (checkpoints / "state").mkdir(exist_ok=True)
+    return str(checkpoints / "state") if state == "streamed" else ""
+
+
+@pytest.fixture(scope="module")
+def by_one_rank(world, models, checkpoints):
+    """Steps before and after a checkpoint that one rank writes."""
+    return {state: worlds.checkpoint_resume(models["qwen3_moe"], str(checkpoints / f"dp1 {state}"), {}, ROUTES, state_dir=state_folder(checkpoints, state))
+            for state in STATES}
+
+
+@pytest.fixture(scope="module")
+def results(models, checkpoints, by_one_rank):
     """Everything that needs two ranks, in one pair of processes."""
     moe, dense, glm = models["qwen3_moe"], models["llama"], models["glm4_moe"]
-    checkpoints = tmp_path_factory.mktemp("checkpoints")
     jobs = {}
+    for state in STATES:
+        folder = state_folder(checkpoints, state)
+        jobs[f"dp1 to dp2 {state}"] = Job(worlds.resume_from, {}, (moe, str(checkpoints / f"dp1 {state}"), {}, ROUTES, folder))
+        jobs[f"dp2 {state}"] = Job(worlds.checkpoint_resume, {}, (moe, str(checkpoints / f"dp2 {state}"), {}, ROUTES, 2, "fp32", folder))
     for name, layout in MOE_LAYOUTS.items():
         options = {"replay": True, "recompute": "full" if name == "pp2" else "none"}
         jobs[f"moe {name}"] = Job(worlds.run_steps, layout, (moe, options, layout, 2, 6, ROUTES))
@@ -148,3 +170,12 @@ def test_a_checkpoint_goes_on_under_another_layout(results, model):
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)
         assert got["critic_grad_norm"] == pytest.approx(want["critic_grad_norm"], rel=2e-4, nan_ok=True)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_checkpoint_of_one_data_parallel_rank_goes_on_on_two_and_back(results, by_one_rank, world, models, checkpoints, state):
+    alone = worlds.resume_from(models["qwen3_moe"], str(checkpoints / f"dp2 {state}"), {}, ROUTES, state_folder(checkpoints, state))
+    for resumed, saved in ((results[f"dp1 to dp2 {state}"][0], by_one_rank[state]), (alone, results[f"dp2 {state}"][0])):
+        for got, want in zip(resumed, saved["went_on"], strict=True):
+            for key in ("loss", "grad_norm"):
+                assert got[key] == pytest.approx(want[key], rel=2e-5), key
