@@ -141,8 +141,8 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     shared = config.cluster.placement == "shared"  # the two are never on a GPU together: each fits beside what the other leaves there
     engine, engine_problems = _engine(config, site, shape)
     stays = _engine_leaves(config, engine) if shared else None
-    plans = tuple(_stage(config, shape, s, layers, stays) for s, layers in enumerate(stages))
     models = trained_shapes(config, shape)
+    plans = tuple(_stage(config, models, s, layers, stays) for s, layers in enumerate(stages))
     state = [sum(_resident_gb(config, m, s, layers) for m in models) for s, layers in enumerate(stages)]
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
@@ -168,7 +168,7 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
             )
     if shape.sparse:
         notes.append("the indexer of sparse attention stays as it is in model.path: it has neither gradients nor optimizer state")
-    if shape.draft:
+    if shape.draft and not config.trainer.mtp:
         notes.append(f"the {len(shape.draft)} draft (multi-token prediction) layer is served by a speculating engine, from its model folder, and not trained")
     return Plan(shape.total, site.gpu_memory_gb, resident, plans, engine, disk, tuple(problems), tuple(notes))
 
@@ -226,6 +226,8 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
                 f"on another stage; expected a start on a layer that computes its own (nearest: {near}); set first_stage_layers / "
                 f"last_stage_layers"
             )
+    if config.trainer.mtp and len(shape.draft) != 1:
+        out.append(f"[trainer.mtp], but the model has {len(shape.draft)} draft layers (num_nextn_predict_layers); expected one; remove the section")
     if shape.max_context and config.model.max_context > shape.max_context:
         out.append(f"model.max_context = {config.model.max_context} is beyond the {shape.max_context} positions the model was made for")
     return out
@@ -233,12 +235,13 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
 
 # -- trainer -----------------------------------------------------------------------------------------------------------------
 def trained_shapes(config: MilesConfig, shape: ModelShape) -> list[ModelShape]:
-    """The policy, and with `advantage = "gae"` the critic, whose output layer is one row on every tensor-parallel rank."""
-    return [shape, *([replace(shape, head=shape.hidden * config.trainer.layout.tp)] if config.algorithm.critic else [])]
+    """The policy, with its draft layer where that is trained, and with `advantage = "gae"` the critic, whose output layer is one row on every tensor-parallel rank."""
+    alone = replace(shape, draft=())
+    return [shape if config.trainer.mtp else alone, *([replace(alone, head=shape.hidden * config.trainer.layout.tp)] if config.algorithm.critic else [])]
 
 
 def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
-    """Parameters one rank of a stage holds: (dense, routed experts)."""
+    """Parameters one rank of a stage holds of a model of `trained_shapes`: (dense, routed experts)."""
     lay = config.trainer.layout
     part = [shape.layers[i] for i in layers]
     dense = sum((x.attention + x.mlp) / lay.tp + x.replicated for x in part)
@@ -246,13 +249,17 @@ def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: 
         dense += shape.embedding / lay.tp
     if stage == lay.pp - 1:
         dense += shape.hidden + (shape.head or (shape.embedding if lay.pp > 1 else 0)) / lay.tp  # a tied head on its own stage is a copy
+        part += shape.draft
+        dense += sum((x.attention + x.mlp) / lay.tp + x.replicated - 2 * shape.hidden**2 * (1 - 1 / lay.tp) for x in shape.draft)  # its projection is split too
+        dense += shape.embedding / lay.tp if shape.draft and lay.pp > 1 else 0  # a copy: the draft layer embeds tokens
     return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
 
 
 def trained_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
     """Those of `rank_parameters` that have gradients and optimizer state."""
     dense, experts = rank_parameters(config, shape, stage, layers)
-    return dense - sum(shape.layers[i].frozen for i in layers), experts
+    drafts = shape.draft if stage == config.trainer.layout.pp - 1 else ()
+    return dense - sum(x.frozen for x in (*(shape.layers[i] for i in layers), *drafts)), experts
 
 
 def _resident_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
@@ -300,10 +307,9 @@ def _of(stage: StagePlan, *names: str) -> float:
     return sum(i.gb for i in stage.items if i.name in names)
 
 
-def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, stays: Item | None = None) -> StagePlan:
-    """`stays`: what else is on the GPU."""
-    count = sum(rank_parameters(config, shape, stage, layers))
-    models = trained_shapes(config, shape)
+def _stage(config: MilesConfig, models: list[ModelShape], stage: int, layers: range, stays: Item | None = None) -> StagePlan:
+    """`models`: those of `trained_shapes`. `stays`: what else is on the GPU."""
+    count = sum(rank_parameters(config, models[0], stage, layers))
     streamed = config.trainer.optimizer.state == "stream"
     state = (
         Item("optimizer", STREAM_BUFFERS_GB * len(models), "buckets in flight; the state is on disk")
@@ -320,7 +326,7 @@ def _stage(config: MilesConfig, shape: ModelShape, stage: int, layers: range, st
             Item("weights", sum(sum(rank_parameters(config, m, stage, layers)) for m in models) * TRAINER_BYTES[config.model.trainer_precision] / GB, both),
             Item("gradients", sum(sum(trained_parameters(config, m, stage, layers)) for m in models) * GRADIENT_BYTES / GB, f"accumulated in fp32 {both}".strip()),
             state,
-            Item("activations", activations_gb(config, shape, stage, layers), "see activations_gb"),
+            Item("activations", activations_gb(config, models[0], stage, layers), "see activations_gb"),
             Item("reserve", RESERVE_GB if config.cluster.trainer.gpus_per_node else 0.0, "CUDA context, NCCL, fragmentation"),
             *([stays] if stays else []),
         ),
@@ -335,10 +341,11 @@ def activations_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: r
     lay, tokens = config.trainer.layout, config.trainer.max_tokens_per_microbatch
     width = 4 if config.model.trainer_precision == "fp32" else 2
     share = tokens / lay.tp
-    works = [width * _layer_elements(shape, shape.layers[i], share, lay.etp) for i in layers]
+    held = (*(shape.layers[i] for i in layers), *(shape.draft if stage == lay.pp - 1 else ()))
+    works = [width * _layer_elements(shape, x, share, lay.etp) for x in held]
     kept = [share * shape.hidden * width] * len(works) if config.trainer.recompute == "full" else works
     logits = tokens * shape.vocab / lay.tp * 12 if stage == lay.pp - 1 else 0
-    picked = 4 * tokens * shape.index_topk * sum(shape.layers[i].indexes for i in layers)
+    picked = 4 * tokens * shape.index_topk * sum(x.indexes for x in held)
     return ((sum(kept) + picked) * (lay.pp - stage) + max(2 * max(works), logits)) / GB
 
 

@@ -70,9 +70,10 @@ def refusal(trainer: str, rollout: str) -> str | None:
 # -- what stays in high precision ----------------------------------------------------------------------------------------------
 _COMMON = (r"model\.embed_tokens\.", r"lm_head\.", r"norm\.")
 _ROUTED = (*_COMMON, r"\.mlp\.gate\.")
-_LATENT = (*_ROUTED, r"\.indexer\.weights_proj\.", r"\.eh_proj\.")
+_DRAFTING = (*_ROUTED, r"\.eh_proj\.")
+_LATENT = (*_DRAFTING, r"\.indexer\.weights_proj\.")
 HIGH_PRECISION: dict[str, tuple[str, ...]] = {
-    "llama": _COMMON, "qwen3": _COMMON, "qwen3_moe": _ROUTED, "glm4_moe": _ROUTED, "deepseek_v3": _LATENT, "kimi_k2": _LATENT, "glm_moe_dsa": _LATENT,
+    "llama": _COMMON, "qwen3": _COMMON, "qwen3_moe": _ROUTED, "glm4_moe": _DRAFTING, "deepseek_v3": _LATENT, "kimi_k2": _LATENT, "glm_moe_dsa": _LATENT,
 }
 """Per family: regular expressions found (re.search) in Hugging Face names of tensors that are never quantized, on neither side."""
 

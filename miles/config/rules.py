@@ -128,9 +128,9 @@ def _shared(c: MilesConfig, refuse) -> None:
     elif c.weights.transport != "disk":
         refuse(f"weights.transport = {c.weights.transport!r} with cluster.placement = 'shared': an engine loads a version when its turn has begun, and the trainer has given up its memory by then",
                "'disk'", "set weights.transport = 'disk'")
-    if c.engine.speculative and c.engine.release == "all":
+    if c.engine.speculative and c.engine.release == "all" and c.trainer.mtp is None:
         refuse("engine.speculative with cluster.placement = 'shared' and engine.release = 'all': the draft layers are not trained, so nobody gives them back to the engine",
-               "engine.release = 'kv_cache'", "set it, or remove engine.speculative")
+               "engine.release = 'kv_cache' or [trainer.mtp]", "set one of them, or remove engine.speculative")
 
 
 def _harness(h: HarnessConfig, refuse) -> None:

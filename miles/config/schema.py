@@ -155,6 +155,14 @@ class OptimizerConfig(Section):
     state_dir: str = Field("", description="Node-local folder for streamed state; empty: the site profile's `scratch`.")
 
 
+class MtpConfig(Section):
+    """Multi-token prediction: the model's draft layer is trained to predict what the policy samples, and published with it, so that engines that speculate with it
+    (`[engine.speculative]`) keep accepting its drafts. Absent = the trainer leaves it out, and engines keep the one they started with. The policy is trained the
+    same with and without it."""
+
+    lr: float = Field(gt=0, description="Learning rate of the draft layer; warm-up and everything else as in [trainer.optimizer], with a gradient norm and its limit of its own.")
+
+
 class TrainerConfig(Section):
     """The training step."""
 
@@ -164,6 +172,7 @@ class TrainerConfig(Section):
     routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward.")
     recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
     optimizer: OptimizerConfig = Field(description="Optimizer.")
+    mtp: MtpConfig | None = Field(None, description="The draft layer's training.")
 
 
 class CriticConfig(Section):

@@ -51,7 +51,7 @@ class ModelShape:
     top_k: int
     max_context: int
     layers: tuple[LayerShape, ...]
-    draft: tuple[LayerShape, ...]  # multi-token-prediction layers, served by the engine when it speculates, not trained
+    draft: tuple[LayerShape, ...]  # multi-token-prediction layers: in the engine where it speculates, in the trainer with [trainer.mtp]
     embedding: int
     head: int
     sparse: bool  # DeepSeek sparse attention (an indexer picks the keys)
@@ -66,7 +66,7 @@ class ModelShape:
 
     @property
     def total(self) -> int:
-        """Parameters that the trainer holds (without the draft layers)."""
+        """Parameters of the model without its draft layers."""
         return sum(layer.total for layer in self.layers) + self.embedding + self.head + self.hidden
 
 

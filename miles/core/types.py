@@ -51,6 +51,18 @@ class Layout:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """What speculative decoding did for a turn, or for several."""
+
+    passes: int = 0  # passes of the model that checked drafts; each also samples one token itself
+    proposed: int = 0  # draft tokens
+    accepted: int = 0  # of them
+
+    def __add__(self, other: Drafts) -> Drafts:
+        return Drafts(self.passes + other.passes, self.proposed + other.proposed, self.accepted + other.accepted)
+
+
+@dataclass(frozen=True)
 class Turn:
     """One engine reply, stored as it came. P = length of the whole input of this turn, N = tokens sampled.
 
@@ -66,6 +78,7 @@ class Turn:
     routes: np.ndarray | None = None  # uint8|uint16 [P+N-1-routes_start, L, K], the set of experts chosen per position and MoE layer
     routes_start: int = 0  # position of the first row of `routes`
     seconds: float = 0.0
+    drafts: Drafts = Drafts()
     extra: dict[str, Any] = field(default_factory=dict)
 
 
@@ -75,7 +88,7 @@ class Trajectory:
 
     A sample with a linear history has one leaf. The leaves of a branching one may share sampled spans; such a span is trained in the first of them
     and given in the others, so sums over leaves count each trained token once. The figures of turns likewise belong to the leaf that trains the turn.
-    What is known of the sample as a whole (reward, finish_reason, seconds, meta but for reused_tokens) is equal in all its leaves.
+    What is known of the sample as a whole (reward, finish_reason, seconds, meta but for reused_tokens and drafts) is equal in all its leaves.
     """
 
     group_id: int

@@ -20,7 +20,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from miles.core import EnvironmentFault, MilesError, StructureError, Turn
+from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Turn
 from miles.engine.command import ModelShape
 from miles.engine.params import Parameter, read_parameters
 from miles.engine.wire import Sampling, parse_reply, request_body
@@ -64,6 +64,7 @@ class EngineClient:
         self.generated_tokens = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
+        self.drafts = Drafts()
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._nonce, self._counter = secrets.token_hex(4), itertools.count()
@@ -121,6 +122,7 @@ class EngineClient:
         self.generated_tokens += len(turn.output_ids)
         self.prompt_tokens += len(turn.input_ids)
         self.cached_tokens += turn.cached_tokens
+        self.drafts += turn.drafts
         return turn
 
     async def abort(self, rid: str) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 VOCABULARY_ROWS = 64
 
+_LAYER = re.compile(r"^model\.layers\.(?P<layer>\d+)\.")
 _EXPERT = re.compile(r"^(?P<head>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight$")
 _JOINED = re.compile(r"^(?P<head>.*\.)(?P<part>q_proj|k_proj|v_proj|gate_proj|up_proj)\.(?P<kind>weight|bias)$")
 _EXPERT_TARGET = {"gate_proj": ("w13_weight", 0), "up_proj": ("w13_weight", 1), "down_proj": ("w2_weight", 0)}
@@ -53,15 +54,17 @@ def fusion_plan(names: Iterable[str], *, tied: bool = False) -> dict[str, list[s
     return {target: [name for _, name in sorted(pieces)] for target, pieces in parts.items()}
 
 
-def expected_checksums(state: Mapping[str, torch.Tensor], *, dtype: str = "float32", tied: bool = False) -> dict[str, str]:
+def expected_checksums(state: Mapping[str, torch.Tensor], *, dtype: str = "float32", tied: bool = False, layers: int | None = None) -> dict[str, str]:
     """Engine parameter -> 16 hex digits, what `EngineClient.checksums()` must return. `state`: every Hugging Face tensor of the model;
-    `dtype`: the engine's, "float32" or "bfloat16", into which floats are converted as the engine does.
+    `dtype`: the engine's, "float32" or "bfloat16", into which floats are converted as the engine does; `layers`: of the model, where `state` may have
+    draft layers behind them, which an engine that does not speculate leaves out.
     """
     import torch
 
     target_dtype = getattr(torch, dtype)
     out = {}
-    for target, pieces in fusion_plan(state, tied=tied).items():
+    served = (name for name in state if layers is None or not (m := _LAYER.match(name)) or int(m["layer"]) < layers)
+    for target, pieces in fusion_plan(served, tied=tied).items():
         sha = hashlib.sha256()
         for name in pieces:
             tensor = state[name].detach().cpu()

@@ -2,7 +2,8 @@
 
 Facts of SGLang 0.5.23 that this file relies on (each is tested against the real server): `output_ids` includes the stop token and its
 log-probability; log-probabilities are those of the distribution after temperature; `routed_experts` is base64 int32 of
-[prompt + completion - 1 - start, all layers, top_k]; `weight_versions` are spans over the output tokens.
+[prompt + completion - 1 - start, all layers, top_k]; `weight_versions` are spans over the output tokens. Read from its source and not tested (a CPU engine does not
+speculate): `spec_verify_ct`, `spec_num_proposed_drafts` and `spec_num_correct_drafts` are there when drafts of the request were checked, and count that.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from miles.core import StructureError, Turn
+from miles.core import Drafts, StructureError, Turn
 from miles.engine.command import ModelShape
 
 
@@ -97,13 +98,16 @@ def parse_reply(body: dict[str, Any], input_ids: np.ndarray, reply: dict[str, An
     logprobs = np.array([np.nan if e[0] is None else e[0] for e in entries], dtype=np.float32)
     if not np.isfinite(logprobs).all() or (logprobs > 1e-5).any():
         raise refuse("logprobs", "a log-probability that is not finite or above 0", "finite values <= 0")
+    drafts = Drafts(*(int(meta.get(k, 0)) for k in ("spec_verify_ct", "spec_num_proposed_drafts", "spec_num_correct_drafts")))
+    if not 0 <= drafts.accepted <= drafts.proposed:
+        raise refuse("drafts", f"{drafts.accepted} accepted draft tokens of {drafts.proposed}", "no more than were proposed")
     finish = meta["finish_reason"]
     if not isinstance(finish, dict) or finish.get("type") not in ("stop", "length", "abort"):
         raise refuse("finish", f"finish_reason {finish!r}", "type stop, length or abort")
     return Turn(
         input_ids=input_ids, output_ids=outputs, logprobs=logprobs, versions=token_versions(meta, n, rid), finish_reason=finish["type"],
         cached_tokens=int(meta["cached_tokens"]), routes=_routes(body, meta, n, shape), routes_start=body.get("routed_experts_start_len", 0),
-        seconds=seconds, extra={"message": finish["message"]} if finish.get("message") else {},
+        seconds=seconds, drafts=drafts, extra={"message": finish["message"]} if finish.get("message") else {},
     )
 
 

@@ -2,7 +2,7 @@
 
 It is an ordinary Hugging Face folder (fp32 safetensors, per-expert names) that SGLang and megatron-core load unchanged. The warm start is supervised
 training on demonstrations of mixed quality (miles.models.demonstrations), after which it solves about a third of its tasks when sampled at
-temperature 1 (the GLM-4 MoE, which rehearses production jobs, gets a shorter one). The result depends on the seed, the tasks and the CPU's floating point alone.
+temperature 1 (the GLM-4 MoE, which rehearses production jobs, gets a shorter one, and a draft layer that knows nothing yet). The result depends on the seed, the tasks and the CPU's floating point alone.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from miles.config import MilesConfig, load_site
 from miles.core import ConfigError
 from miles.env import EpisodeLimits, load_tasks
 from miles.models.demonstrations import Demonstration, demonstrate, plan
+from miles.models.draft import add_draft_layer
 from miles.models.prepare import Say
 from miles.models.sampled_success import sampled_success
 from miles.models.warm_start import EPOCHS, train
@@ -58,6 +59,8 @@ def make(config: MilesConfig, folder: Path, say: Say) -> dict:
     model.generation_config = transformers.GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     model.save_pretrained(folder)
+    if config.model.recipe == "tiny_glm4_moe":
+        say(f"  a draft layer of {add_draft_layer(folder):,} parameters, not trained")
     tokenizer.save_pretrained(folder)
     return {"seed": seed, "tasks": str(config.tasks.path), "demonstrations": len(demonstrations), "demonstrated_success": round(share, 4),
             "sampled_success": round(mean, 4), "success_by_task": success}

@@ -12,7 +12,8 @@ PLATFORM = miles.platform.activate()
 from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # noqa: E402  (after activate)
     get_transformer_block_with_experimental_attention_variant_spec,
 )
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec  # noqa: E402
+from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlockSubmodules  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 
@@ -30,6 +31,11 @@ def layer_spec(config) -> TransformerBlockSubmodules:
         for layer in block.layer_specs:
             _use_cpu_attention(layer)
     return block
+
+
+def draft_spec(config, layers: TransformerBlockSubmodules) -> MultiTokenPredictionBlockSubmodules | None:
+    """The specification of the draft layers, which are like the last of `layers`, those of this pipeline stage. None: there are none on this stage."""
+    return get_gpt_mtp_block_spec(config, layers, use_transformer_engine=PLATFORM.name == "cuda") if config.mtp_num_layers else None
 
 
 def sparse_kernels() -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from miles.buffer import Status
 from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
+from miles.report.drafts import course, drafts
 from miles.report.read import RunData, Table
 from miles.report.rows import clean, finished_trajectories, lineage_rows, mismatches, queue_rows, spread, weighted_mean
 
@@ -86,6 +87,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "waits": waits(data, steps),
         "truth": {name: spread(steps.get(name)) for name in ("kl_mean", "ess", "clip_fraction", "importance_cut_fraction", "grad_norm", "loss")},
         "policy": policy(steps),
+        "drafts": drafts(steps, ok),
         "tasks": tasks(ok),
         "series": series(data, steps),
         "files": list(data.files),
@@ -123,12 +125,7 @@ def reward(steps: Table) -> dict[str, Any]:
 
 def policy(steps: Table) -> dict[str, Any]:
     """entropy (nats a sampled token) and, with a reference policy, the divergence from it: first and last step, and the spread over steps."""
-    out = {}
-    for name in ("entropy_mean", "reference_kl_mean"):
-        values = np.asarray(steps[name] if name in steps else [], dtype=float)
-        known = values[np.isfinite(values)]
-        out[name] = {"first": known[0] if len(known) else None, "last": known[-1] if len(known) else None, **spread(known)}
-    return out
+    return {name: course(steps, name) for name in ("entropy_mean", "reference_kl_mean")}
 
 
 def logprob_difference(steps: Table) -> dict[str, Any]:

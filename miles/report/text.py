@@ -81,6 +81,9 @@ def _learning(s: dict[str, Any]) -> list[str]:
         out.append("weakest tasks: " + ", ".join(f"{t['task']} {t['reward']:.2f} (n = {t['trajectories']})" for t in weakest))
     t = s["truth"]
     out.append(f"loss {_spread(t['loss'])}; gradient norm {_spread(t['grad_norm'])}")
+    mtp, agreement = s["drafts"]["mtp_loss"], s["drafts"]["mtp_agreement"]
+    if mtp["count"]:
+        out.append(f"draft layer: loss {mtp['first']:.3g} -> {mtp['last']:.3g} nats a token, right {agreement['first']:.1%} -> {agreement['last']:.1%}")
     entropy, distance = (s["policy"][name] for name in ("entropy_mean", "reference_kl_mean"))
     if entropy["count"]:
         out.append(
@@ -169,6 +172,13 @@ def _engines(s: dict[str, Any]) -> list[str]:
         f"prefix cache: {number(s['prefix_cache_hit_rate'], '.1%')} of what could hit, {number(s['prompt_cache_share'], '.1%')} of all "
         f"prompt tokens",
     ]
+    d = s["drafts"]
+    if d["drafted_tokens"]:
+        first, last = d["first_third"], d["last_third"]
+        out.append(
+            f"drafts: {number(d['acceptance_rate'], '.1%')} accepted (first third of the samples {number(first['acceptance_rate'], '.1%')}, last "
+            f"{number(last['acceptance_rate'], '.1%')}), {number(d['acceptance_length'], '.2f')} tokens a pass"
+        )
     if t["count"]:
         out.append(
             f"trajectories {t['count']}: "

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles.buffer import write_part
 from miles.config import MilesConfig, load_site
-from miles.core import EnvironmentFault, Role, StructureError, Trajectory
+from miles.core import Drafts, EnvironmentFault, Role, StructureError, Trajectory
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.ports import first_port
 from miles.engine.process import EngineKilled
@@ -320,7 +320,12 @@ class Worker:
         if time.monotonic() - self._logged > 2.0:
             self._logged = time.monotonic()
             self._log.row("engine", rank=self._rank, active=client.active, version=client.version, generated_tokens=client.generated_tokens,
-                          restarts=restarts)
+                          restarts=restarts, **draft_figures(client.drafts))
+
+
+def draft_figures(drafts: Drafts) -> dict[str, int]:
+    """Columns of the tables `trajectories` and `engine`."""
+    return {"draft_passes": drafts.passes, "drafted_tokens": drafts.proposed, "accepted_tokens": drafts.accepted}
 
 
 def sample_figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
@@ -335,4 +340,5 @@ def sample_figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:
         "moves": first.meta["moves"] if first else 0, "resumed_turns": first.meta["resumed_turns"] if first else 0,
         "abandoned_turns": first.meta["abandoned_turns"] if first else 0, "engine_s": first.meta["engine_s"] if first else 0.0, "env_s": first.meta["env_s"] if first else 0.0,
         "oldest_version": min(versions, default=-1), "newest_version": max(versions, default=-1), "finish": first.finish_reason if first else "",
+        **draft_figures(sum((Drafts(*t.meta.get("drafts", ())) for t in leaves), Drafts())),
     }

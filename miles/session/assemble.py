@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
-from miles.core import NO_VERSION, StructureError, Trajectory, Turn
+from miles.core import NO_VERSION, Drafts, StructureError, Trajectory, Turn
 from miles.session.history import Checkpoint, History
 
 
@@ -116,14 +116,20 @@ def to_trajectories(
     meta: dict[str, Any] | None = None,
 ) -> list[Trajectory]:
     """The trajectories of a sample, one for each kept leaf. How many of the `cacheable_tokens` came from the prefix cache is kept in `meta` as
-    reused_tokens, because `cached_tokens` also counts prefixes that other sessions had computed. Raises StructureError like `assemble_leaves`."""
+    reused_tokens, because `cached_tokens` also counts prefixes that other sessions had computed; and there too what speculative decoding did (`Drafts` as a list, where
+    there was some). Raises StructureError like `assemble_leaves`."""
     return [
         Trajectory(
             group_id=group_id, sample=sample, leaf=n, task_id=task_id, tokens=leaf.arrays.tokens, loss_mask=leaf.arrays.loss_mask,
             logprobs=leaf.arrays.logprobs, versions=leaf.arrays.versions, routes=leaf.arrays.routes, reward=reward, finish_reason=finish_reason,
             turns=len(leaf.trained), exact=is_exact((c.turn for c in leaf.turns), opened_at), cached_tokens=sum(c.turn.cached_tokens for c in leaf.trained),
             cacheable_tokens=sum(c.cacheable_tokens for c in leaf.trained), prompt_tokens=sum(len(c.turn.input_ids) for c in leaf.trained),
-            seconds=seconds, meta={**(meta or {}), "reused_tokens": sum(c.reused_tokens for c in leaf.trained)},
+            seconds=seconds, meta={**(meta or {}), "reused_tokens": sum(c.reused_tokens for c in leaf.trained), **_drafted(leaf.trained)},
         )
         for n, leaf in enumerate(assemble_leaves(history))
     ]
+
+
+def _drafted(turns: Iterable[Checkpoint]) -> dict[str, list[int]]:
+    total = sum((c.turn.drafts for c in turns), Drafts())
+    return {"drafts": list(astuple(total))} if total.passes else {}

@@ -7,14 +7,14 @@ import time
 import uuid
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
 
 from miles.config import MilesConfig
-from miles.core import EnvironmentFault, MilesError, StructureError, Trajectory, Turn
+from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Trajectory, Turn
 from miles.engine import EngineGone, KeyRequired, Sampling
 from miles.session.affinity import NOWHERE, Engines, Place
 from miles.session.assemble import to_trajectories
@@ -408,13 +408,13 @@ def to_record(session_id: str, kept: History, checkpoint: Checkpoint, before: in
         session_id, len(kept.nodes), kept.head, list(checkpoint.appended), checkpoint.reply, t.input_ids[before:].tobytes(), t.output_ids.tobytes(),
         t.logprobs.tobytes(), t.versions.tobytes(), t.finish_reason, tools, t.cached_tokens, checkpoint.cacheable_tokens, checkpoint.reused_tokens,
         t.seconds, None if t.routes is None else t.routes.tobytes(), "" if t.routes is None else t.routes.dtype.str,
-        () if t.routes is None else t.routes.shape, t.routes_start, counters)
+        () if t.routes is None else t.routes.shape, t.routes_start, counters, astuple(t.drafts))
 
 
 def to_turn(record: Answered, input_ids: np.ndarray) -> Turn:
     routes = None if record.routes is None else np.frombuffer(record.routes, dtype=record.routes_dtype).reshape(record.routes_shape)
     return Turn(input_ids, np.frombuffer(record.output_ids, dtype=np.int32), np.frombuffer(record.logprobs, dtype=np.float32),
-                np.frombuffer(record.versions, dtype=np.int32), record.finish, record.cached, routes, record.routes_start, record.seconds)
+                np.frombuffer(record.versions, dtype=np.int32), record.finish, record.cached, routes, record.routes_start, record.seconds, Drafts(*record.drafts))
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:

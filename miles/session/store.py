@@ -68,6 +68,7 @@ class Answered(msgspec.Struct, tag="turn", omit_defaults=True):
     routes_shape: tuple[int, ...] = ()
     routes_start: int = 0
     counters: dict[str, Any] = {}
+    drafts: tuple[int, int, int] = (0, 0, 0)
 
 
 class Closed(msgspec.Struct, tag="close"):

@@ -106,6 +106,16 @@ class PackedMicrobatch:
     routes: np.ndarray | None  # int64 [N, L, K]
 
     @property
+    def draft_targets(self) -> np.ndarray:
+        """int64 [N]: the token after the next, which a draft layer predicts from a row."""
+        return np.append(self.targets[1:], 0)
+
+    @property
+    def draft_mask(self) -> np.ndarray:
+        """bool [N]: that one was sampled, in the same sequence."""
+        return np.append(self.mask[1:] & (self.sequence[1:] == self.sequence[:-1]), False)
+
+    @property
     def longest(self) -> int:
         return int(np.diff(self.bounds).max())
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -52,7 +52,7 @@ class Critic:
         A collective call. Raises ConfigError: the folder has another architecture."""
         folder = algorithm.critic.path or folder
         found = read_architecture(folder)
-        if found != policy.arch:
+        if found != replace(policy.arch, draft_layers=0):
             raise ConfigError(f"the critic {folder} has the architecture {found}", f"that of model.path: {policy.arch}", "correct algorithm.critic.path")
         model = build_model(folder, policy.layout, routing_replay=False, value_head=True, **options)
         optimizer = build_optimizer(model, trainer.optimizer.model_copy(update={"lr": algorithm.critic.lr}), state_dir)

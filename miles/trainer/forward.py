@@ -23,6 +23,7 @@ import miles.platform
 from miles.platform.context_parallel import zigzag_positions
 from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch
 from miles.trainer.model import PolicyModel
+from miles.trainer.mtp import MtpLoss
 from miles.trainer.replay import RoutingReplay, check_routes
 
 Figures = dict[str, Any]
@@ -52,6 +53,10 @@ class SampledRows:
     @property
     def sequences(self) -> int:
         return len(self.packed.bounds) - 1
+
+    def drafted(self) -> SampledRows:
+        """The same for the rows whose target after the next was sampled. Fields of it: `draft_targets`."""
+        return SampledRows(self.packed, self.rows, np.flatnonzero(self.packed.draft_mask[self.rows]), {})
 
 
 Head = Callable[..., Any]
@@ -96,13 +101,15 @@ class PackedForward:
                 check_routes(packed.routes, self.model.arch.experts)
             yield packed
 
-    def run(self, microbatches: Iterable[tuple[PackedMicrobatch, Figures]], count: int, head: Head, loss: LossFunction, *, forward_only: bool = False) -> list[Figures]:
+    def run(self, microbatches: Iterable[tuple[PackedMicrobatch, Figures]], count: int, head: Head, loss: LossFunction, *, forward_only: bool = False,
+            mtp: MtpLoss | None = None) -> list[Figures]:
         """Forward, and backward into the gradient buffers, over `count` micro-batches, each with what is `known` of its tokens. Returns what `loss` found
-        of each on the last pipeline stage, and nothing on the others. A collective call."""
+        of each on the last pipeline stage, and nothing on the others. `mtp`: that of the draft layer, which is added, with its figures; a pass that is forward
+        only has none. A collective call."""
         self.replay.clear()
         with torch.set_grad_enabled(not forward_only):
             outputs = get_forward_backward_func()(
-                forward_step_func=partial(self._forward, head, loss), data_iterator=iter(microbatches), model=self.model.chunks, num_microbatches=count,
+                forward_step_func=partial(self._forward, head, loss, mtp), data_iterator=iter(microbatches), model=self.model.chunks, num_microbatches=count,
                 seq_length=self._max_tokens, micro_batch_size=1, forward_only=forward_only,
             )
         self.replay.clear()
@@ -115,7 +122,7 @@ class PackedForward:
             dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
         return values
 
-    def _forward(self, head: Head, loss: LossFunction, microbatches: Iterator[tuple[PackedMicrobatch, Figures]], chunk: torch.nn.Module):
+    def _forward(self, head: Head, loss: LossFunction, mtp: MtpLoss | None, microbatches: Iterator[tuple[PackedMicrobatch, Figures]], chunk: torch.nn.Module):
         packed, known = next(microbatches)
         rows = self._rows_of_this_rank(packed.bounds)
         tokens = SampledRows(packed, rows, np.flatnonzero(packed.mask[rows]), known)
@@ -135,23 +142,34 @@ class PackedForward:
         )
         with self.replay.forward():
             output = chunk(tensor(packed.input_ids[rows])[None], tensor(packed.positions[rows])[None], None, packed_seq_params=packed_params,
-                           output_processor=partial(self._head, head), output_processor_context=tokens)
+                           output_processor=partial(self._head, head, mtp), output_processor_context=tokens)
 
         def summed(output):
-            value, figures = loss(tokens, output)
+            value, figures = loss(tokens, output[0])
+            if mtp is not None:
+                drafted, further = mtp.loss(output[1])
+                value, figures = value + drafted, figures | further
             return value, torch.zeros((), dtype=torch.int, device=value.device), figures  # megatron's own token count is not used
 
         return output, summed
 
-    def _head(self, head: Head, *, hidden_states, output_layer, output_weight, context, **_unused):
-        """megatron-core's output hook on the last stage."""
+    def _head(self, head: Head, mtp: MtpLoss | None, *, hidden_states, output_layer, output_weight, context, draft_states=None):
+        """The output hook of DraftingModel on the last stage: what `head` gives, and what that of the draft layer does. The loss of the latter moves no output layer."""
+        weight = output_layer.weight if output_weight is None else output_weight
+        found = head(self._selected(hidden_states, context), weight, context)
+        if mtp is None:
+            return (found,)
+        drafted = context.drafted()
+        return found, mtp.head(self._selected(draft_states, drafted), weight.detach(), drafted)
+
+    def _selected(self, hidden_states: torch.Tensor, tokens: SampledRows) -> torch.Tensor:
+        """[n, h] of what the last layer gives, [rows of this tensor-parallel rank, 1, h]."""
         group = parallel_state.get_tensor_model_parallel_group()
         if self.model.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, tensor_parallel_output_grad=not self._shared_head, group=group)
         elif group.size() > 1 and not self._shared_head:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=group)
-        selected = torch.from_numpy(context.selected).to(self.device)
-        return head(hidden_states[:, 0][selected], output_layer.weight if output_weight is None else output_weight, context)
+        return hidden_states[:, 0][torch.from_numpy(tokens.selected).to(self.device)]
 
     def _rows_of_this_rank(self, bounds: np.ndarray) -> np.ndarray:
         """Rows of the packed micro-batch that this context-parallel rank holds, in its order."""

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 
 CHUNK_ELEMENTS = 32 * 2**20  # logits held at once: 128 MiB in float32
 
 
+class Scores(NamedTuple):
+    """Of n given tokens, each float32 [n]."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    highest: torch.Tensor  # equal to `logprobs` just where the given token is the most likely one; without gradient
+
+
 def token_logprobs(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, *, temperature: float, vocab: int,
-                   tp_group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of p = softmax(hidden @ weight.T / temperature): log p[targets] and the entropy -sum_j p_j log p_j in nats, each float32 [n].
+                   tp_group: dist.ProcessGroup) -> Scores:
+    """Of p = softmax(hidden @ weight.T / temperature): log p[targets], the entropy -sum_j p_j log p_j in nats, and the largest log p.
 
     hidden [n, h]; weight [v, h], this rank's rows of the (padded) output matrix; targets int64 [n]; vocab: rows that exist.
     The softmax runs over the tensor-parallel group. Gradients: of `hidden` for this rank's rows only (the caller reduces them),
-    of `weight` in full. (float64 in, float64 out.)
+    of `weight` in full, where it wants one. (float64 in, float64 out.)
     """
-    return _TokenLogprobs.apply(hidden, weight, targets, temperature, vocab, tp_group)
+    return Scores(*_TokenLogprobs.apply(hidden, weight, targets, temperature, vocab, tp_group))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -33,7 +43,7 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # None: nothing depends on that output
         distributed = tp_group.size() > 1
         logprobs = hidden.new_empty(len(hidden), dtype=_wide(hidden))
-        lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        lse, entropy, highest = torch.empty_like(logprobs), torch.empty_like(logprobs), torch.empty_like(logprobs)
         for part in _chunks(len(hidden), ctx.settings[3]):
             logits = _logits(hidden[part], weight, *ctx.settings[:2])
             local, own = _local_targets(targets[part], start, rows)
@@ -48,17 +58,18 @@ class _TokenLogprobs(torch.autograd.Function):
                 dist.all_reduce(sums, group=tp_group)
             log_total = sums[0].log()
             lse[part] = top + log_total
-            logprobs[part] = sums[2] - lse[part]
+            logprobs[part], highest[part] = sums[2] - lse[part], top - lse[part]
             entropy[part] = log_total - sums[1] / sums[0]
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(highest)
+        return logprobs, entropy, highest
 
     @staticmethod
-    def backward(ctx, grad, grad_entropy):
+    def backward(ctx, grad, grad_entropy, _):
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         temperature, real, start, chunk = ctx.settings
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=_wide(weight))
+        grad_weight = torch.zeros_like(weight, dtype=_wide(weight)) if ctx.needs_input_grad[1] else None
         for part in _chunks(len(hidden), chunk):
             local, own = _local_targets(targets[part], start, weight.shape[0])
             log_p = _logits(hidden[part], weight, temperature, real).sub_(lse[part, None])
@@ -73,8 +84,9 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logits.scatter_add_(1, local[:, None], torch.where(own, scale, 0.0)[:, None])
             grad_logits = grad_logits.to(weight.dtype)
             grad_hidden[part] = grad_logits @ weight
-            grad_weight += grad_logits.t() @ hidden[part]
-        return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
+            if grad_weight is not None:
+                grad_weight += grad_logits.t() @ hidden[part]
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
 
 
 def _chunks(n: int, size: int):

@@ -72,12 +72,12 @@ class Trainer:
         self.checkpoints = Checkpoints(run, world, epoch)
         newest = self.checkpoints.newest()
         how = {"precision": c.model.trainer_precision, "recompute": c.trainer.recompute, "stages": lay, "max_context": c.model.max_context, "load": newest is None}
-        self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, **how)
+        self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, mtp=c.trainer.mtp is not None, **how)
         self.state_dir = None
         if c.trainer.optimizer.state == "stream":
             local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
             self.state_dir = claim(local / f"miles-optimizer-{run.path.name}", epoch, world.rank)
-        self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir)
+        self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir, c.trainer.mtp.lr if c.trainer.mtp else None)
         self.critic = None
         if c.algorithm.critic is not None:
             self.critic = Critic.build(self.model, c.model.path, c.trainer, c.algorithm, self.state_dir / "critic" if self.state_dir else None, **how)
@@ -192,7 +192,7 @@ class Trainer:
         (miles.engine.digest), and then it is not compared."""
         if miles.platform.current().name != "cpu" or self.config.model.rollout_precision not in DTYPES:
             return None
-        return {"dtype": DTYPES[self.config.model.rollout_precision], "tied": self.model.arch.tied}
+        return {"dtype": DTYPES[self.config.model.rollout_precision], "tied": self.model.arch.tied, "layers": self.model.arch.layers}
 
     def _engine_checksum(self, state: State) -> str:
         """What an engine's memory must sum to, or nothing."""

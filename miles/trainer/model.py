@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import get_megatron_optimizer, get_standard_config_overrides
+from megatron.core.optimizer.optimizer import GRAD_NORM_GROUP_ATTR
+from megatron.core.optimizer.optimizer_config import ParamKey
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
@@ -19,7 +20,8 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 import miles.platform
 from miles.config.schema import LayoutConfig, OptimizerConfig
 from miles.core import ConfigError, Layout
-from miles.platform.layers import layer_spec, sparse_kernels
+from miles.platform.layers import draft_spec, layer_spec, sparse_kernels
+from miles.trainer.mtp import DraftingModel
 from miles.trainer.streamed import stream
 from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture
 from miles.weights.mapping.tables import padded_vocab
@@ -42,19 +44,21 @@ class PolicyModel:
 
 
 def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", recompute: str = "none", routing_replay: bool = True,
-                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True, value_head: bool = False) -> PolicyModel:
+                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True, value_head: bool = False, mtp: bool = False) -> PolicyModel:
     """The model of a Hugging Face folder on this rank, with its weights. Needs `init_distributed`; a collective call.
 
     `precision`: fp32 | bf16 (parameters and activations; gradients are always reduced in fp32). `stages`: first_stage_layers and
     last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next). `value_head`: one number a token
-    in place of the vocabulary, from weights of 0 that no folder has.
+    in place of the vocabulary, from weights of 0 that no folder has. `mtp`: with the draft layer, which is to be trained (miles.trainer.mtp).
 
     Raises ConfigError: an unsupported architecture or precision, or a layout that does not fit it.
     """
-    arch = read_architecture(folder)
+    arch = read_architecture(folder, draft=mtp)
     config = transformer_config(arch, layout, precision, recompute, routing_replay, stages)
-    model = GPTModel(
-        config=config, transformer_layer_spec=layer_spec(config), vocab_size=padded_vocab(arch.vocab, layout.tp), max_sequence_length=max_context,
+    layers = layer_spec(config)
+    model = DraftingModel(
+        config=config, transformer_layer_spec=layers, mtp_block_spec=draft_spec(config, layers), vocab_size=padded_vocab(arch.vocab, layout.tp),
+        max_sequence_length=max_context,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(), parallel_output=True,
         share_embeddings_and_output_weights=arch.tied and not value_head, position_embedding_type="rope", rotary_percent=arch.rope_fraction,
         rotary_base=arch.rope_theta, rope_scaling=arch.llama3_rope_factor is not None, rope_scaling_factor=arch.llama3_rope_factor or 1.0,
@@ -79,19 +83,18 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     return PolicyModel([ddp], config, arch, layout)
 
 
-def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None):
+def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None, mtp_lr: float | None = None):
     """Adam over this rank's shard of the parameters, fp32 main parameters and moments (megatron-core's distributed optimizer).
 
-    `state_dir`: node-local folder of this rank for streamed state. Raises EnvironmentFault: unfit for that.
+    `state_dir`: node-local folder of this rank for streamed state. `mtp_lr`: learning rate of draft layers; as all rates it is `max_lr` of a group of parameters.
+    Raises EnvironmentFault: a folder unfit for that.
     """
-    bf16 = model.config.bf16
-    optimizer = get_megatron_optimizer(
-        MegatronOptimizerConfig(
-            optimizer="adam", lr=config.lr, weight_decay=config.weight_decay, adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps,
-            clip_grad=config.clip_grad, bf16=bf16, params_dtype=model.config.params_dtype, use_distributed_optimizer=True,
-        ),
-        model.chunks,
+    whole = MegatronOptimizerConfig(
+        optimizer="adam", lr=config.lr, weight_decay=config.weight_decay, adam_beta1=config.beta1, adam_beta2=config.beta2, adam_eps=config.eps,
+        clip_grad=config.clip_grad, bf16=model.config.bf16, params_dtype=model.config.params_dtype, use_distributed_optimizer=True,
     )
+    drafts = {} if mtp_lr is None else {ParamKey(attr=GRAD_NORM_GROUP_ATTR): {"max_lr": mtp_lr}}  # which marks the parameters of draft layers, and no others
+    optimizer = get_megatron_optimizer(whole, model.chunks, config_overrides={**get_standard_config_overrides(whole), **drafts})
     for i, part in enumerate(optimizer.chained_optimizers):
         if config.state == "stream":
             stream(part, state_dir / str(i))
@@ -139,11 +142,21 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
         variable_seq_lengths=layout.pp > 1,  # packed micro-batches differ in length
         moe_token_dispatcher_type="alltoall",  # also for dense models: the default is refused with variable lengths
         calculate_per_token_loss=True,  # gradients are summed, never averaged: the loss already carries the weight of each token
+        mtp_num_layers=arch.draft_layers or None, mtp_detach_heads=bool(arch.draft_layers),
         **moe, **full, **uneven, **latent,
     )
     if arch.sparse:
         _check_stages(arch, config)
+        _check_draft_index(arch, config)
     return config
+
+
+def _check_draft_index(arch: Architecture, config: TransformerConfig) -> None:
+    """megatron-core counts draft layers from 1 too, and keeps the index of a micro-batch under the number of its layer: after a recomputation of the draft layer
+    that of the first layer is not what it was."""
+    if arch.draft_layers and config.recompute_granularity and config.pipeline_model_parallel_size == 1 and arch.layers > 1 and not arch.sparse.computes(1):
+        raise ConfigError("trainer.recompute = 'full' with [trainer.mtp] and a second layer that uses the sparse index of the first",
+                          "recompute = 'none', pp > 1, or a model whose second layer computes an index", "set trainer.recompute = 'none'")
 
 
 def _check_stages(arch: Architecture, config: TransformerConfig) -> None:

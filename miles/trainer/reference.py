@@ -23,7 +23,7 @@ class ReferencePolicy:
 
     def __init__(self, model: PolicyModel, folder: str | Path):
         """Leaves `model` as it was. Raises ConfigError: the folder has another architecture."""
-        found = read_architecture(folder)
+        found = read_architecture(folder, draft=bool(model.arch.draft_layers))
         if found != model.arch:
             raise ConfigError(f"the reference {folder} has the architecture {found}", f"that of model.path: {model.arch}", "correct algorithm.reference")
         self._live = list(local_weights(model.chunks))

@@ -2,7 +2,8 @@
 
 The router still scores its experts, and gradients flow through the scores of the recorded ones; only the choice is given (R3,
 "rollout routing replay", Ma et al. 2025, arXiv:2510.11370). megatron-core's RouterReplay does the work per router; this module
-feeds it the right rows and keeps its state straight. For dense models everything here does nothing.
+feeds it the right rows and keeps its state straight. For dense models everything here does nothing. The router of a draft layer always routes freely: engines
+do not record what theirs chooses.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class RoutingReplay:
     """The routers of one model. Life of a step: `clear`, then per micro-batch `load` and a forward inside `forward()`."""
 
     def __init__(self, chunks: list[torch.nn.Module], moe_layers: tuple[int, ...]):
-        found = [(m.layer_number - 1, m.router_replay) for c in chunks for m in c.modules() if getattr(m, "router_replay", None) is not None]
+        found = [(m.layer_number - 1, m.router_replay) for c in chunks for m in c.modules() if getattr(m, "router_replay", None) is not None and not m.is_mtp_layer]
         self.routers = [replay for _, replay in sorted(found, key=lambda item: item[0])]
         ordinal = {layer: i for i, layer in enumerate(moe_layers)}
         self.layers = [ordinal[layer] for layer, _ in sorted(found, key=lambda item: item[0])]  # this stage's, counted over MoE layers: what it needs of routes

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from miles.core import NO_VERSION, MilesError, StructureError
@@ -18,6 +19,7 @@ from miles.trainer.critic import Critic, Judgement
 from miles.trainer.forward import Figures, LossFunction, PackedForward, SampledRows
 from miles.trainer.logprob import token_logprobs
 from miles.trainer.model import PolicyModel
+from miles.trainer.mtp import MtpLoss
 from miles.trainer.nonfinite import Fed, NonFinite
 from miles.trainer.reference import ReferencePolicy
 
@@ -53,6 +55,9 @@ class StepMetrics:
     critic_loss: float  # this and the next two: not a number without a critic
     critic_grad_norm: float
     critic_explained_variance: float  # 1 - Var(return - value) / Var(return)
+    mtp_loss: float  # cross entropy of the draft layer, nats a token; this and the next two: not a number where none is trained
+    mtp_agreement: float  # share of sampled tokens that were the draft layer's most likely ones
+    mtp_grad_norm: float  # of the draft layer alone, which `grad_norm` leaves out; not a number either with trainer.optimizer.clip_grad = 0
     microbatches: int
     skipped: bool  # loss or gradient was not finite: parameters and optimizer state are unchanged
 
@@ -102,15 +107,17 @@ class TrainStep:
         Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
         MAX_SKIPPED times in a row.
         """
-        total_tokens, total_sampled, weights = self._count(plan, mine)
+        total_tokens, drafted, total_sampled, weights = self._count(plan, mine)
         known = self._known(plan, mine, weights)
         judgement = self.critic.judge(plan, mine, weights, known) if self.critic else None
         known = judgement.known if judgement else known
         for chunk in self.model.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        outputs = self._pass(plan, mine, weights, known, self._loss)
+        mtp = MtpLoss(self.model.arch.vocab, self.temperature, drafted) if self.model.arch.draft_layers else None
+        outputs = self._pass(plan, mine, weights, known, self._loss, mtp=mtp)
         sums, maxima, histogram = self._reduce(outputs)
+        mtp_loss, mtp_agreement = self._reduce_mtp(outputs) if mtp else (math.nan, math.nan)
         loss = sums["loss"]
 
         skipped = not math.isfinite(loss) or self._gradients_not_finite()
@@ -129,23 +136,26 @@ class TrainStep:
             clip_fraction=sums["clipped"] / n, importance_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
             critic_loss=judgement.loss if judgement else math.nan, critic_grad_norm=critic_grad_norm,
             critic_explained_variance=judgement.explained_variance if judgement else math.nan,
+            mtp_loss=mtp_loss, mtp_agreement=mtp_agreement,
+            mtp_grad_norm=self.optimizer.grad_norms_by_group.get(MTP_GRAD_NORM_GROUP, math.nan) if mtp and lr and not skipped else math.nan,
             microbatches=plan.microbatches, skipped=skipped,
         )
 
-    def _count(self, plan: BatchPlan, mine: list[Sequence]) -> tuple[int, int, list[float]]:
-        """Collective: tokens of the step, sampled tokens of it, and the loss weight of each sampled token of each of `mine`."""
-        counts = np.zeros(1 + plan.sequences, np.int64)  # tokens; then those sampled in each rollout, whose leaves may lie on several ranks
+    def _count(self, plan: BatchPlan, mine: list[Sequence]) -> tuple[int, int, int, list[float]]:
+        """Collective: tokens of the step, those that a draft layer has as targets, sampled tokens of it, and the loss weight of each sampled token of each of `mine`."""
+        counts = np.zeros(2 + plan.sequences, np.int64)  # tokens, targets of drafts; then those sampled in each rollout, whose leaves may lie on several ranks
         for s in mine:
             if not 0 <= s.rollout < plan.sequences:
                 raise StructureError(f"a sequence of rollout {s.rollout} in a step of {plan.sequences} sequences", f"0 .. {plan.sequences - 1}",
                                      "number the rollouts of the step from 0", cause="rollout")
             counts[0] += len(s.tokens)
-            counts[1 + s.rollout] += np.count_nonzero(s.loss_mask[1:])
+            counts[1] += np.count_nonzero(s.loss_mask[2:])
+            counts[2 + s.rollout] += np.count_nonzero(s.loss_mask[1:])
         totals = torch.from_numpy(counts).to(self.device)
         dist.all_reduce(totals, group=parallel_state.get_data_parallel_group())
-        total_tokens, *sampled = totals.tolist()
+        total_tokens, drafted, *sampled = totals.tolist()
         weights = token_weights([s.rollout for s in mine], np.array(sampled), self.algorithm.reduction, self.constant_tokens)
-        return total_tokens, sum(sampled), weights
+        return total_tokens, drafted, sum(sampled), weights
 
     def _update(self, lr: float, number: int) -> tuple[float, float]:
         """Collective: the optimizer steps, that of the policy unless `lr` is 0. Returns the norms of the gradients of policy and critic."""
@@ -153,14 +163,15 @@ class TrainStep:
         if not lr:
             return 0.0, critic_grad_norm
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = group["max_lr"] * warmth(self.trainer.optimizer, number)
         return float(self.optimizer.step()[1]), critic_grad_norm
 
     # -- passes --------------------------------------------------------------------------------------------------------------------
 
-    def _pass(self, plan: BatchPlan, mine: list[Sequence], weights: list[float], known: list[Figures], loss: LossFunction, *, forward_only: bool = False) -> list[Figures]:
+    def _pass(self, plan: BatchPlan, mine: list[Sequence], weights: list[float], known: list[Figures], loss: LossFunction, *, forward_only: bool = False,
+              mtp: MtpLoss | None = None) -> list[Figures]:
         microbatches = zip(self.forward.microbatches(plan, mine, weights), known, strict=True)
-        return self.forward.run(microbatches, plan.microbatches, self._logprobs_of_targets, loss, forward_only=forward_only)
+        return self.forward.run(microbatches, plan.microbatches, self._logprobs_of_targets, loss, forward_only=forward_only, mtp=mtp)
 
     def _known(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> list[Figures]:
         """What must be known of the tokens of each micro-batch before the policy is trained; on the last pipeline stage, where the loss is made."""
@@ -172,7 +183,7 @@ class TrainStep:
 
     def _logprobs_of_targets(self, hidden: torch.Tensor, weight: torch.Tensor, tokens: SampledRows) -> tuple[torch.Tensor, torch.Tensor]:
         return token_logprobs(hidden, weight, tokens.of("targets"), temperature=self.temperature, vocab=self.model.arch.vocab,
-                              tp_group=parallel_state.get_tensor_model_parallel_group())
+                              tp_group=parallel_state.get_tensor_model_parallel_group())[:2]
 
     def _loss(self, tokens: SampledRows, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Figures]:
         logprobs, entropy = output
@@ -199,6 +210,10 @@ class TrainStep:
         add, top = self.forward.over_step(add), self.forward.over_step(top, dist.ReduceOp.MAX)
         values = add[: len(names)].tolist()
         return dict(zip(names, values, strict=True)), dict(zip(MAXIMA, top.tolist(), strict=True)), add[len(names) :].cpu()
+
+    def _reduce_mtp(self, outputs: list[Figures]) -> list[float]:
+        """Collective: loss of the draft layer, and the share of tokens that were its most likely ones."""
+        return self.forward.over_step(sum((part["mtp"] for part in outputs), torch.zeros(2, dtype=torch.float64, device=self.device))).tolist()
 
     def _gradients_not_finite(self) -> bool:
         models = [self.model, *([self.critic.model] if self.critic else [])]

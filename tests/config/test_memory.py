@@ -83,6 +83,27 @@ def test_a_critic_has_weights_gradients_and_state_of_its_own_and_no_vocabulary()
     assert items(streamed.stages[0])["optimizer"] == 2 * 3e9
 
 
+def test_a_draft_layer_that_is_trained_lies_on_the_last_stage_with_a_copy_of_the_embedding():
+    drafting = SMALL | {"num_nextn_predict_layers": 1}
+    plain, plan = (draft_plan(small(*mtp), SiteConfig(), drafting) for mtp in ((), ("trainer.mtp.lr=1e-5",)))
+    assert [s.parameters for s in plain.stages] == [1004, 1216] and any("not trained" in note for note in plain.notes)
+    # attention and shared expert [256 + 144]/2, norms 16, router 36, its own three norms 24, projection 2 x 8 x 8 / 2, experts 4 x 144 / 2, embedding 256/2
+    draft = 200 + 16 + 36 + 24 + 64 + 288 + 128
+    assert [s.parameters for s in plan.stages] == [1004, 1216 + draft] and not any("not trained" in note for note in plan.notes)
+    assert items(plan.stages[1])["optimizer"] == 12 * (1216 + draft)
+    one = draft_plan(small("trainer.mtp.lr=1e-5", "trainer.layout.pp=1", "trainer.layout.tp=1"), SiteConfig(), drafting).stages[0].parameters
+    assert one - draft_plan(small("trainer.layout.pp=1", "trainer.layout.tp=1"), SiteConfig(), drafting).stages[0].parameters == 256 + 144 + 16 + 36 + 24 + 128 + 288
+    critic = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-5")
+    judged, both = (draft_plan(small(*critic, *mtp), SiteConfig(), drafting) for mtp in ((), ("trainer.mtp.lr=1e-5",)))
+    assert items(both.stages[1])["weights"] - items(judged.stages[1])["weights"] == 2 * draft  # the critic has none
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_training_a_draft_layer_that_the_model_does_not_have_is_refused(count):
+    with pytest.raises(ConfigError, match=rf"\[trainer.mtp\], but the model has {count} draft layers"):
+        draft_plan(small("trainer.mtp.lr=1e-5"), SiteConfig(), SMALL | {"num_nextn_predict_layers": count})
+
+
 # the same with latent attention and a sparse index in layers 1, 2 and 4: 2 heads of 4, 5 keys of a token
 SPARSE = SMALL | {"model_type": "glm_moe_dsa", "q_lora_rank": 3, "kv_lora_rank": 4, "qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 4,
                   "index_n_heads": 2, "index_head_dim": 4, "index_topk": 5, "index_topk_freq": 2, "index_skip_topk_offset": 2}
@@ -96,6 +117,11 @@ def test_an_indexer_has_neither_gradients_nor_optimizer_state():
         trained = stage.parameters - computing * INDEXER
         assert items(stage)["weights"] == 2 * stage.parameters
         assert (items(stage)["gradients"], items(stage)["optimizer"]) == (4 * trained, 12 * trained)
+
+
+def test_the_indexer_of_a_draft_layer_is_not_trained_either():
+    last = draft_plan(small("trainer.layout.first_stage_layers=3", "trainer.mtp.lr=1e-5"), SiteConfig(), SPARSE | {"num_nextn_predict_layers": 1}).stages[1]
+    assert items(last)["weights"] == 2 * last.parameters and items(last)["gradients"] == 4 * (last.parameters - 2 * INDEXER)
 
 
 def test_the_keys_that_an_index_picked_are_kept_until_the_backward_pass():

@@ -55,6 +55,7 @@ def test_every_family_that_the_memory_plan_knows_has_its_list():
     ("model.layers.3.mlp.gate_proj.weight", (8, 8), True), ("model.layers.3.mlp.shared_experts.up_proj.weight", (8, 8), True),
     ("model.layers.3.mlp.gate.weight", (8, 8), False), ("model.layers.3.mlp.gate.e_score_correction_bias", (8,), False),
     ("model.embed_tokens.weight", (8, 8), False), ("lm_head.weight", (8, 8), False), ("model.norm.weight", (8,), False),
+    ("model.layers.46.eh_proj.weight", (8, 16), False), ("model.layers.46.mlp.experts.7.down_proj.weight", (8, 8), True),
     ("model.layers.3.self_attn.q_norm.weight", (8,), False), ("model.layers.3.self_attn.q_proj.bias", (8,), False),
 ])
 def test_embeddings_head_norms_router_and_biases_stay_in_high_precision(name, shape, quantized):

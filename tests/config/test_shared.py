@@ -20,7 +20,7 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     (COLOCATED, ("cluster.rollout.gpus_per_node=4",), "cluster.trainer.gpus_per_node = 2 and cluster.rollout.gpus_per_node = 4; expected the same"),
     (COLOCATED, ("weights.transport=broadcast",), "NCCL takes a GPU once in a group; expected 'disk'; set weights.transport = 'disk'"),
     (COLOCATED, ("weights.transport=p2p",), "an engine loads a version when its turn has begun.*expected 'disk'; set weights.transport = 'disk'"),
-    (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache'"),
+    (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache' or \\[trainer.mtp\\]; set one of them"),
     ("configs/tiny_async.toml", ("buffer.max_staleness=0",), "buffer.max_staleness = 0 in asynchronous mode drops everything.*expected >= 1; raise it"),
     ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
@@ -33,8 +33,9 @@ def test_what_cannot_work_is_refused_with_what_to_do(file, changes, message):
         load_config(file, changes)
 
 
-def test_draft_layers_may_stay_on_the_gpu():
+def test_draft_layers_may_stay_on_the_gpu_or_be_trained():
     assert load_config(COLOCATED, ("engine.speculative={}", "engine.release=kv_cache")).engine.release == "kv_cache"
+    assert load_config(COLOCATED, ("engine.speculative={}", "trainer.mtp.lr=1e-5")).engine.release == "all"
 
 
 def colocated(*changes):

@@ -41,6 +41,7 @@ class StubEngine:
         self.weights: dict[str, np.ndarray] = {}  # by Hugging Face name
         self.tied = False
         self.abort_next = self.fail_next = self.break_stream = False
+        self.speculates = False  # one draft token a pass of the model, accepted as often as the reply has room
         self.decode: Callable[[list[int]], str] = lambda ids: ""  # for stop texts
         self.replies: list[list[int]] = []  # the next replies, in place of random ones
         self.requests: list[dict] = []
@@ -133,6 +134,9 @@ class StubEngine:
             out, finish = out[:n], {"type": "stop", "matched": text[min(ends):]}
             meta |= {"completion_tokens": n, "finish_reason": finish, "output_token_logprobs": meta["output_token_logprobs"][:n]}
             meta["weight_versions"] = [{**s, "end": min(s["end"], n)} for s in spans if s["start"] < n]
+        if self.speculates and len(out) > 1:  # the first token comes from the prompt's pass
+            passes = len(out) // 2
+            meta |= {"spec_verify_ct": passes, "spec_num_proposed_drafts": passes, "spec_num_correct_drafts": len(out) - 1 - passes}
         if body.get("return_routed_experts"):
             everything = np.array([*ids, *out], dtype=np.int32)[:-1]
             per_position = (everything[:, None, None] + np.arange(self.shape.layers)[:, None] + np.arange(self.shape.top_k)) % self.shape.experts

@@ -53,3 +53,9 @@ def test_one_changed_bit_is_found_and_named():
     with pytest.raises(StructureError, match=r"version 3 .* 1 of 2 parameters: b\.weight") as e:
         require_equal(good, bad, 3)
     assert e.value.cause == "weights:checksum"
+
+
+def test_draft_layers_are_not_in_an_engine_that_does_not_speculate():
+    state = {f"model.layers.{i}.mlp.down_proj.weight": torch.ones(2, 2) * i for i in (0, 9, 10)} | {"model.norm.weight": torch.ones(2)}
+    assert set(expected_checksums(state, layers=10)) == {"model.layers.0.mlp.down_proj.weight", "model.layers.9.mlp.down_proj.weight", "model.norm.weight"}
+    assert len(expected_checksums(state)) == 4

@@ -22,12 +22,15 @@ from miles.engine.client import handover_folder
 from miles.engine.digest import combined_checksum, expected_checksums, require_equal
 from miles.engine.process import _group_members
 from miles.engine.wire import parse_reply
+from miles.models.draft import add_draft_layer
+from miles.models.tiny_moe import build
 from miles.weights.p2p.image import Image
 from miles.weights.p2p.plan import Tensor
 from miles.weights.p2p.receivers import whole
 from tests.engine.conftest import TOKEN
 from tests.engine.stub import TOKEN as STUB_TOKEN
 from tests.engine.stub import StubEngine
+from tests.engine.tiny import make_tokenizer
 
 pytestmark = pytest.mark.engine
 
@@ -206,6 +209,30 @@ def test_the_engines_memory_is_acknowledged_by_checksum(engine, weights):
     assert expected_checksums({**new, "lm_head.weight": weights["lm_head.weight"]}) == engine.run(engine.client.checksums())
     assert engine.run(engine.client.refresh_version()) == 9
     engine.run(_restore(engine, weights))
+
+
+def test_an_engine_that_does_not_speculate_takes_versions_with_a_draft_layer_and_leaves_that_out(make_config, token_file, tmp_path, runner):
+    folder = tmp_path / "drafting"
+    build("tiny_glm4_moe", make_tokenizer(folder), 512)[0].save_pretrained(folder)
+    add_draft_layer(folder)
+    tensors = load_file(folder / "model.safetensors")
+    process = EngineProcess(make_config(**{"model.path": str(folder), "model.max_context": 512, "rollout.max_session_tokens": 256}), rank=0, log_path=tmp_path / "e.log", token_file=token_file, platform="cpu")
+
+    async def scenario():
+        await process.start(weight_version=1)
+        client = EngineClient(process.url, TOKEN, folder, max_context=512)
+        try:
+            require_equal(expected_checksums(tensors, layers=4), await client.checksums(), 1)
+            new = changed(tensors, 4)
+            await client.pause("in_place")
+            await client.update_tensors(new, 2)
+            require_equal(expected_checksums(new, layers=4), await client.checksums(), 2)
+            assert any(n.startswith("model.layers.4.") for n in expected_checksums(new))
+        finally:
+            await client.close()
+            await process.stop()
+
+    runner.run(scenario())
 
 
 def test_unknown_names_and_wrong_shapes_are_refused_before_anything_changes(engine, weights):

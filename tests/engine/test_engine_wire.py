@@ -5,7 +5,7 @@ import base64
 import numpy as np
 import pytest
 
-from miles.core import StructureError
+from miles.core import Drafts, StructureError
 from miles.engine import ModelShape, Sampling
 from miles.engine.wire import parse_reply, request_body, token_versions
 
@@ -33,6 +33,13 @@ def test_a_reply_becomes_a_turn():
     assert turn.versions.tolist() == [7, 7] and turn.finish_reason == "stop" and turn.cached_tokens == 3 and turn.routes_start == 1
     # rows 1..4 of the positions 0..4; layer 0 is dense and left out
     assert turn.routes.dtype == np.uint8 and turn.routes.shape == (4, 2, 2) and turn.routes[0].tolist() == [[2, 3], [4, 5]]
+
+
+def test_what_speculative_decoding_did_is_in_the_turn_where_the_engine_says_so():
+    assert parse_reply(body(), IDS, reply(), SHAPE, 0.0).drafts == Drafts(0, 0, 0)
+    counts = {"spec_verify_ct": 4, "spec_num_proposed_drafts": 12, "spec_num_correct_drafts": 5, "spec_accept_rate": 5 / 12, "spec_accept_length": 2.5}
+    assert parse_reply(body(), IDS, reply(**counts), SHAPE, 0.0).drafts == Drafts(passes=4, proposed=12, accepted=5)
+    assert Drafts(4, 12, 5) + Drafts(1, 3, 3) == Drafts(5, 15, 8)
 
 
 def test_a_dense_model_has_no_routes():
@@ -66,6 +73,7 @@ def test_without_spans_the_reply_has_one_version():
 @pytest.mark.parametrize(("change", "cause"), [
     ({"completion_tokens": 3}, "reply:tokens"),
     ({"prompt_tokens": 5}, "reply:prompt"),
+    ({"spec_verify_ct": 2, "spec_num_proposed_drafts": 2, "spec_num_correct_drafts": 3}, "reply:drafts"),
     ({"output_token_logprobs": [[-0.5, 5, None]]}, "reply:logprobs"),
     ({"output_token_logprobs": [[-0.5, 5, None], [-0.5, 8, None]]}, "reply:logprobs"),
     ({"output_token_logprobs": [[-0.5, 5, None], [None, 9, None]]}, "reply:logprobs"),

@@ -10,12 +10,16 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from miles.config import load_config
 from miles.core import ConfigError
 from miles.env import EpisodeLimits, load_tasks
 from miles.models import tiny_moe, warm_start
 from miles.models.demonstrations import SHARES, demonstrate, plan
+from miles.models.draft import add_draft_layer
+from miles.weights.mapping import hf_names, read_architecture
+from miles.weights.mapping.tables import parameters
 
 ROOT = Path(__file__).parents[2]
 TASKS = load_tasks(ROOT / "configs" / "tasks" / "terminal")
@@ -137,3 +141,20 @@ def test_the_folder_is_an_ordinary_one_and_made_alike_twice(tmp_path, monkeypatc
     assert tokenizer.chat_template == tiny_moe.CHAT_TEMPLATE
     generation = json.loads((tmp_path / "a" / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"]) == (1, 2)
+
+
+def test_the_rehearsal_model_has_a_draft_layer_that_starts_as_its_last(tokenizer, tmp_path):
+    model, _ = tiny_moe.build("tiny_glm4_moe", tokenizer, 512)
+    model.save_pretrained(tmp_path)
+    plain = load_file(tmp_path / "model.safetensors")
+    count = add_draft_layer(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    arch = read_architecture(tmp_path, draft=True)
+    assert set(tensors) == {n for rule, layer, expert in parameters(arch) for n in hf_names(rule, layer, expert)} and arch.layers == 4
+    own = {n.removeprefix("model.layers.4."): t for n, t in tensors.items() if n not in plain}
+    assert count == sum(t.numel() for t in own.values())
+    assert all(torch.equal(tensors[n], t) for n, t in plain.items())
+    assert all(torch.equal(t, tensors[f"model.layers.3.{n}"]) for n, t in own.items() if n.startswith(("self_attn", "mlp", "input_", "post_")))
+    assert torch.equal(own["eh_proj.weight"] @ torch.cat([torch.ones(128), 2 * torch.ones(128)]), 3 * torch.ones(128))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(loaded.model.norm.weight, plain["model.norm.weight"])

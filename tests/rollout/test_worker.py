@@ -12,11 +12,11 @@ import pytest
 import miles.rollout.worker
 from miles.buffer import BufferWriter, read_group
 from miles.config import load_config
-from miles.core import NO_VERSION, EnvironmentFault, Trajectory
+from miles.core import NO_VERSION, Drafts, EnvironmentFault, Trajectory
 from miles.engine.process import EngineKilled
 from miles.env import Episode
 from miles.log import RunLog
-from miles.rollout.worker import Worker, _NoStart
+from miles.rollout.worker import Worker, _NoStart, sample_figures
 from miles.rundir import RunDir
 from miles.session import Engine
 from tests.engine.tiny import make_tokenizer
@@ -150,6 +150,17 @@ def leaf(number, mask, versions, turns, prompt, cached, cacheable, reused):
                                     "branched_requests": {"content": 2, "rewind": 1}})
 
 
+def test_what_drafts_did_is_summed_over_leaves_for_the_sample_and_over_everything_for_the_engine():
+    first, second = leaf(0, [0, 1], [3], 1, 1, 0, 0, 0), leaf(1, [0, 1], [3], 1, 1, 0, 0, 0)
+    first.meta["drafts"], second.meta["drafts"] = [6, 6, 4], [1, 2, 0]
+    assert {k: v for k, v in sample_figures([first, second]).items() if "draft" in k or "accepted" in k} == {"draft_passes": 7, "drafted_tokens": 8, "accepted_tokens": 4}
+    rows, worker = [], Worker.__new__(Worker)
+    worker._rank, worker._logged, worker._log = 4, float("-inf"), SimpleNamespace(row=lambda table, **values: rows.append((table, values)))
+    worker._log_engine(SimpleNamespace(active=1, version=2, generated_tokens=30, drafts=Drafts(9, 18, 7)), 0)
+    assert rows == [("engine", {"rank": 4, "active": 1, "version": 2, "generated_tokens": 30, "restarts": 0, "draft_passes": 9, "drafted_tokens": 18,
+                                "accepted_tokens": 7})]
+
+
 def logged(leaves, cause):
     rows = []
     worker = Worker.__new__(Worker)  # without its engine
@@ -163,7 +174,7 @@ def test_a_sample_is_one_row_with_the_sums_of_its_leaves_and_a_row_for_each_caus
     assert rows[0] == ("trajectories", {
         "group_id": 2, "sample": 1, "task_id": "t", "rank": 4, "reward": 0.5, "leaves": 2, "turns": 3, "tokens": 9, "sampled_tokens": 4, "prompt_tokens": 17,
         "cached_tokens": 6, "cacheable_tokens": 5, "reused_tokens": 4, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5, "oldest_version": 3, "newest_version": 6,
-        "finish": "done", "seconds": 9.0, "status": "ok"})
+        "finish": "done", "draft_passes": 0, "drafted_tokens": 0, "accepted_tokens": 0, "seconds": 9.0, "status": "ok"})
     assert [(table, r["kind"], r["cause"], r["count"]) for table, r in rows[1:]] == [
         ("mismatches", "branched", "content", 2), ("mismatches", "branched", "rewind", 1), ("mismatches", "refused", "history:tools", 1)]
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from miles.core import EnvironmentFault, Turn
+from miles.core import Drafts, EnvironmentFault, Turn
 from miles.session import Engines, SessionLimits, SessionService
 
 
@@ -27,7 +27,7 @@ class FakeEngine:
         everything = np.array([*input_ids, *out], dtype=np.int32)[:-1]
         turn = Turn(np.asarray(input_ids, dtype=np.int32), np.array(out, dtype=np.int32), np.array([-t / 1000 for t in out], dtype=np.float32),
                     np.zeros(len(out), dtype=np.int32), "stop" if out[-1] in self.stop_ids else "length",
-                    routes=(everything[routes_from:, None, None] % 8).astype(np.uint8), routes_start=routes_from)
+                    routes=(everything[routes_from:, None, None] % 8).astype(np.uint8), routes_start=routes_from, drafts=Drafts(len(out), 2 * len(out), 1))
         self.answered.append(turn)
         return turn
 

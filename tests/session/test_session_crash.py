@@ -144,6 +144,7 @@ def test_a_restored_session_is_the_one_that_was_killed(chat, tmp_path_factory, a
                 service = start()  # without a word to the old one: it is dead
                 session = service.sessions["s"]
                 assert session.turns and [t.output_ids.tolist() for t in session.turns] == [t.output_ids.tolist() for t in before.turns]
+                assert [t.drafts for t in session.turns] == [t.drafts for t in before.turns]
                 assert session.history.messages == before.history.messages and session.retries == before.retries
                 assert (session.opened_at, session.routing_key, session.engine_s) == (before.opened_at, before.routing_key, before.engine_s)
                 continue

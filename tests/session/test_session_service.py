@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles.core import EnvironmentFault, StructureError
+from miles.core import Drafts, EnvironmentFault, StructureError
 from miles.engine import KeyRequired
 from miles.session import Engine, SessionBusy, SessionStore
 from tests.session.conftest import make_world, user
@@ -62,6 +62,21 @@ def test_every_token_of_three_turns_is_accounted_for(world):
         assert t.routes[:, 0, 0].tolist() == [x % 8 for x in t.tokens[:-1]]
         # each input starts with everything before it, byte for byte
         assert sent[1]["input_ids"][: len(sent[0]["input_ids"]) + 6] == t.tokens[: len(sent[0]["input_ids"]) + 6].tolist()
+
+    world(scenario)
+
+
+def test_what_speculative_decoding_did_is_summed_over_turns_and_counted_by_the_client(world):
+    async def scenario(w):
+        session = w.service.open("a")
+        await converse(session, 1)
+        assert "drafts" not in finish(session).meta
+        w.stub.speculates = True
+        session = w.service.open("b")
+        await converse(session, 2)
+        # six tokens a turn: one from the prompt, and three passes of which two accept their draft
+        assert [t.drafts for t in session.turns] == [Drafts(3, 3, 2)] * 2
+        assert finish(session).meta["drafts"] == [6, 6, 4] and w.client.drafts == Drafts(6, 6, 4)
 
     world(scenario)
 

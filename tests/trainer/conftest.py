@@ -12,6 +12,13 @@ def models(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def drafting(models, tmp_path_factory):
+    """Folder of a tiny random model with a draft layer of each family that may have one, by name."""
+    root = tmp_path_factory.mktemp("drafting")
+    return {family: str(tiny_models.with_draft(models[family], root / family)) for family in ("glm4_moe", "deepseek_v3", "glm_moe_dsa")}
+
+
+@pytest.fixture(scope="session")
 def world():
     """torch.distributed and megatron-core with this process as the only rank."""
     from miles.core import Layout

@@ -15,7 +15,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny_models import make
+from safetensors.torch import load_file
+from tiny_models import SHARED_HEAD, make, with_draft
 
 from miles.buffer import BufferView, BufferWriter, Status, write_part
 from miles.config import load_config
@@ -46,20 +47,20 @@ def run(tmp_path, model, request):
     return r
 
 
-def trajectory(group, sample, version):
+def trajectory(group, sample, version, layers=2):
     rng = np.random.default_rng(100 * group + sample)
     n = int(rng.integers(8, 40))
     mask = np.r_[np.zeros(4), np.ones(n - 4)].astype(np.uint8)
-    routes = np.stack([[rng.choice(8, 2, replace=False) for _ in range(2)] for _ in range(n - 1)]).astype(np.uint8)
+    routes = np.stack([[rng.choice(8, 2, replace=False) for _ in range(layers)] for _ in range(n - 1)]).astype(np.uint8)
     return Trajectory(
         group_id=group, sample=sample, task_id="t", tokens=rng.integers(0, 131, n).astype(np.int32), loss_mask=mask,
         logprobs=np.where(mask, -4.0, 0).astype(np.float32), versions=np.where(mask, version, NO_VERSION).astype(np.int32), routes=routes,
         reward=float(sample), finish_reason="done", turns=1, exact=True)
 
 
-def leaves(group, sample, version):
-    """Sample 1 has a second leaf, as long as the first, that trains the last two tokens alone."""
-    first = trajectory(group, sample, version)
+def leaves(group, sample, version, layers):
+    """Sample 1 has a second leaf, as long as the first, that trains the last two tokens alone. `layers`: with experts, of the model."""
+    first = trajectory(group, sample, version, layers)
     if sample == 0:
         return [first]
     given = np.arange(len(first.tokens)) < len(first.tokens) - 2
@@ -68,15 +69,15 @@ def leaves(group, sample, version):
 
 
 class Producer:
-    def __init__(self, run):
-        self.run, self.epoch, self.next = run, run.new_epoch("rollout"), 0
+    def __init__(self, run, layers=2):
+        self.run, self.epoch, self.next, self.layers = run, run.new_epoch("rollout"), 0, layers
         self.writer = BufferWriter(run, self.epoch)
 
     def put(self, version, count=1):
         for _ in range(count):
             self.writer.start(self.next, "t")
             for s in range(2):
-                write_part(self.run, self.epoch, leaves(self.next, s, version))
+                write_part(self.run, self.epoch, leaves(self.next, s, version, self.layers))
             self.writer.seal(self.next, [0, 1])
             self.next += 1
 
@@ -140,6 +141,28 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
         assert np.isfinite(t["critic_loss"]).all() == np.isfinite(t["reference_kl_mean"]).all() == (run.config.algorithm.critic is not None)
         assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
+
+
+def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
+    folder = with_draft(make("glm4_moe", tmp_path / "plain"), tmp_path / "drafting")
+    run = RunDir.create(config(tmp_path, folder, "run.steps=2", "trainer.mtp.lr=1e-2", "trainer.layout.ep=2"))
+    run.new_attempt()
+    producer, store = Producer(run, layers=1), WeightStore(run)
+    p = start(run)
+    try:
+        wait(lambda: store.newest() == 1, p, run)
+        producer.put(1, 4)
+        p.wait(90)
+    finally:
+        p.kill()
+    assert p.returncode == 0, (run.path / "trainer.log").read_text()[-3000:]
+    own = {n for n in load_file(folder / "model.safetensors") if n.startswith("model.layers.2.")} - {f"model.layers.2.{n}" for n in SHARED_HEAD}
+    before, after = store.manifest(1).tensors, store.manifest(3).tensors
+    assert {n for n in before if n.startswith("model.layers.2.")} == own and before.keys() == after.keys()
+    assert {n for n in own if before[n]["digest"] == after[n]["digest"]} == {"model.layers.2.mlp.gate.e_score_correction_bias"}
+    with h5py.File(run.log_path(1, "trainer", 0, 1), "r", locking=False) as f:
+        t = f["tables/steps"]
+        assert (t["mtp_loss"] > 1).all() and (t["mtp_grad_norm"] > 0).all() and np.isfinite(t["mtp_agreement"]).all() and not t["skipped"].any()
 
 
 def test_usr2_ends_in_a_checkpoint_and_exit_75(run):

@@ -230,17 +230,19 @@ def test_logprob_and_entropy_by_hand(alone):
     # logits log 2, log 1, log 1: p = 1/2, 1/4, 1/4, H = 3/2 log 2; and 0, 0, 0: H = log 3. At temperature 1/2: logits log 4, 0, 0: p = 2/3, 1/6, 1/6
     hidden, weight = torch.tensor([[1.0], [0.0]]), torch.tensor([[np.log(2.0)], [0.0], [0.0]], dtype=torch.float32)
     targets = torch.tensor([0, 2])
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=1.0, vocab=3, tp_group=alone)
+    logprobs, entropy, highest = token_logprobs(hidden, weight, targets, temperature=1.0, vocab=3, tp_group=alone)
+    assert (highest == logprobs).tolist() == [True, True] and not highest.requires_grad
+    assert token_logprobs(hidden, weight, torch.tensor([1, 0]), temperature=1.0, vocab=3, tp_group=alone).highest.tolist() == highest.tolist()
     assert logprobs.tolist() == pytest.approx([np.log(1 / 2), np.log(1 / 3)], abs=1e-6)
     assert entropy.tolist() == pytest.approx([1.5 * np.log(2), np.log(3)], abs=1e-6)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, temperature=0.5, vocab=3, tp_group=alone)
+    logprobs, entropy, _ = token_logprobs(hidden, weight, targets, temperature=0.5, vocab=3, tp_group=alone)
     assert logprobs[0].item() == pytest.approx(np.log(2 / 3), abs=1e-6)
     assert entropy[0].item() == pytest.approx(2 / 3 * np.log(3 / 2) + 1 / 3 * np.log(6), abs=1e-6)
 
 
 def test_a_certain_distribution_has_entropy_zero_and_finite_gradients(alone):
     hidden = torch.tensor([[1.0]], requires_grad=True)
-    logprobs, entropy = token_logprobs(hidden, torch.tensor([[500.0], [-500.0]]), torch.tensor([1]), temperature=1.0, vocab=2, tp_group=alone)
+    logprobs, entropy, _ = token_logprobs(hidden, torch.tensor([[500.0], [-500.0]]), torch.tensor([1]), temperature=1.0, vocab=2, tp_group=alone)
     (entropy.sum() + logprobs.sum()).backward()
     assert (entropy.item(), logprobs.item(), hidden.grad.item()) == (0.0, -1000.0, -1000.0)
 
@@ -255,13 +257,13 @@ def test_chunked_logprobs_entropies_and_gradients_equal_log_softmax(alone, monke
     weight = torch.randn(11, 5, generator=generator, requires_grad=True)
     targets = torch.randint(0, 9, (8,), generator=generator)
     factors = torch.randn(2, 8, generator=generator) * torch.tensor([[uses != "entropy"], [uses != "logprobs"]])
-    ours = token_logprobs(hidden, weight, targets, temperature=0.8, vocab=9, tp_group=alone)
+    *ours, highest = token_logprobs(hidden, weight, targets, temperature=0.8, vocab=9, tp_group=alone)
     used = [x * f for x, f, name in zip(ours, factors, ("logprobs", "entropy"), strict=True) if uses in (name, "both")]
     got = torch.autograd.grad(sum(used).sum(), (hidden, weight))
     every = torch.log_softmax((hidden @ weight[:9].t()) / 0.8, -1)  # 2 rows only pad the vocabulary
     plain, entropy = every.gather(1, targets[:, None])[:, 0], -(every.exp() * every).sum(1)
     want = torch.autograd.grad((plain * factors[0] + entropy * factors[1]).sum(), (hidden, weight))
-    torch.testing.assert_close(ours, (plain, entropy), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close([*ours, highest], [plain, entropy, every.max(1).values], atol=1e-5, rtol=1e-5)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
 

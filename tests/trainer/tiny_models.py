@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 COMMON = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, "vocab_size": 131,
           "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "attention_dropout": 0.0, "use_cache": False}
@@ -54,3 +58,33 @@ def make(family: str, folder: Path, *, layers: int = 2, vocab: int = 131) -> Pat
                 b.uniform_(-0.1, 0.1, generator=generator)
     model.float().save_pretrained(folder)
     return folder
+
+
+SHARED_HEAD = ("embed_tokens.weight", "shared_head.head.weight")
+"""What published folders have in the draft layer once more, of the model's own."""
+
+
+def with_draft(folder: Path, target: Path) -> Path:
+    """A copy of a model folder with a random draft layer as published ones have it: a layer like the first one that has experts and, where there is one, an index."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    (target / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tensors = load_file(target / "model.safetensors")
+    names = [n for n in tensors if f"layers.{config['first_k_dense_replace']}." in n]
+    prefix, hidden = f"model.layers.{layers}.", config["hidden_size"]
+    shapes = {re.sub(r"^model\.layers\.\d+\.", prefix, n): tensors[n].shape for n in names}
+    shapes |= {f"{prefix}{n}.weight": (hidden,) for n in ("enorm", "hnorm", "shared_head.norm")} | {f"{prefix}eh_proj.weight": (hidden, 2 * hidden)}
+    generator = torch.Generator().manual_seed(11)
+    for name, shape in shapes.items():
+        value = torch.empty(shape)
+        if name.endswith("e_score_correction_bias"):
+            value.uniform_(-0.1, 0.1, generator=generator)
+        elif len(shape) == 1:
+            value.uniform_(0.8, 1.2, generator=generator)
+        else:
+            value.normal_(0, 0.12, generator=generator)
+        tensors[name] = value
+    tensors |= {prefix + SHARED_HEAD[0]: tensors["model.embed_tokens.weight"].clone(), prefix + SHARED_HEAD[1]: tensors["lm_head.weight"].clone()}
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target

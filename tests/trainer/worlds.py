@@ -63,17 +63,17 @@ def trainer_config(layout: Layout, **changes) -> TrainerConfig:
 
 
 def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
-          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, **trainer) -> TrainStep:
-    """`state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers of an uneven pipeline. A reference
-    policy and a critic where the algorithm wants them."""
+          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, mtp: float | None = None, **trainer) -> TrainStep:
+    """`mtp`: learning rate of the draft layer. `state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers
+    of an uneven pipeline. A reference policy and a critic where the algorithm wants them."""
     lay = Layout(world=dist.get_world_size(), **layout)
     streamed = {"state": "stream"} if state_dir else {}
     config = trainer_config(lay, optimizer={"lr": 1e-3, **streamed, **(optimizer or {})}, **trainer)
     how = {"precision": precision, "recompute": recompute, "stages": uneven(stages)}
-    model = build_model(folder, lay, routing_replay=replay, **how)
+    model = build_model(folder, lay, routing_replay=replay, mtp=mtp is not None, **how)
     a = AlgorithmConfig(**(algorithm or {}))
     reference = ReferencePolicy(model, a.reference or folder) if a.kl_coefficient else None
-    optimizer = build_optimizer(model, config.optimizer, folder_in(state_dir))
+    optimizer = build_optimizer(model, config.optimizer, folder_in(state_dir), mtp)
     critic = Critic.build(model, folder, config, a, folder_in(state_dir), **how) if a.critic else None
     return TrainStep(model, optimizer, config, a, temperature=temperature, reference=reference, critic=critic)
 
@@ -140,11 +140,11 @@ def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
     return out
 
 
-def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None = None) -> dict:
+def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None = None, mtp: bool = False) -> dict:
     """Load, export, and compare with the folder bit for bit: the names that differ. Rank 0 alone gets tensors."""
     from safetensors import safe_open
 
-    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32", stages=uneven(stages))
+    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32", stages=uneven(stages), mtp=mtp)
     with safe_open(Path(folder) / "model.safetensors", "pt") as f:
         original = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 (not a dict)
     exported = list(export_hf(model.chunks, model.arch, bucket_bytes))
@@ -156,10 +156,10 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None 
 
 
 def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32",
-                      state_dir: str = "", algorithm: dict | None = None) -> dict:
+                      state_dir: str = "", algorithm: dict | None = None, mtp: float | None = None) -> dict:
     """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm)
+    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp)
     for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
@@ -174,7 +174,7 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     dist.barrier()
     saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm)
+    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp)
     load_checkpoint(checkpoint, again.model, again.optimizer, again.critic)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
@@ -183,8 +183,9 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
             "different": [n for n in weights if not torch.equal(weights[n], rewritten[n])], "tensors": len(weights)}
 
 
-def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "", algorithm: dict | None = None) -> list[dict]:
+def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "", algorithm: dict | None = None,
+                mtp: float | None = None) -> list[dict]:
     """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
-    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm)
+    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm, mtp=mtp)
     load_checkpoint(checkpoint, step.model, step.optimizer, step.critic)
     return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]

@@ -73,10 +73,29 @@ def test_a_sparse_index_is_read_in_the_published_spelling():
                                                                                                            "weights_proj.weight")]
 
 
-def test_the_draft_layer_is_not_the_trainers():
+def test_the_draft_layer_is_the_trainers_only_where_it_trains_it():
     assert GLM["num_nextn_predict_layers"] == 1
     names = [n for r, layer, expert in parameters(architecture_of(GLM)) if not expert for n in hf_names(r, layer, expert)]
     assert not [n for n in names if n.startswith("model.layers.78.") or "eh_proj" in n]
+    drafting = [n for r, layer, expert in parameters(architecture_of(GLM, draft=True)) if not expert for n in hf_names(r, layer, expert)]
+    own = [n for n in drafting if n not in names]
+    assert [n for n in drafting if n in names] == names and {n.removeprefix("model.layers.78.").removesuffix(".weight") for n in own} == {
+        "enorm", "hnorm", "eh_proj", "shared_head.norm", "input_layernorm", "post_attention_layernorm", "mlp.gate", "mlp.gate.e_score_correction_bias",
+        *(f"self_attn.{n}" for n in ("q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj", "indexer.wq_b", "indexer.wk",
+                                     "indexer.k_norm", "indexer.k_norm.bias", "indexer.weights_proj")),
+        *(f"mlp.{e}.{n}_proj" for e in ("experts.0", "shared_experts") for n in ("gate", "up", "down"))}
+    assert drafting.index("model.layers.77.mlp.experts.0.down_proj.weight") < drafting.index(own[0]) and drafting[-2:] == ["model.norm.weight", "lm_head.weight"]
+
+
+def test_a_parameter_of_the_draft_layer_is_found_by_its_name_under_both_implementations():
+    arch = architecture_of(GLM, draft=True)
+    for name in ("mtp.layers.0.mtp_model_layer.mlp.experts.local_experts.3.linear_fc2.weight", "mtp.layers.0.mtp_model_layer.mlp.experts.linear_fc2.weight3"):
+        found, layer, expert = find_rule(arch, name)
+        assert (hf_names(found, 78, expert), layer, found.axis) == (("model.layers.78.mlp.experts.3.down_proj.weight",), 0, 1)
+    joined = find_rule(arch, "mtp.layers.0.eh_proj.weight")[0]
+    assert (joined.hf, joined.axis) == (("model.layers.{layer}.eh_proj.weight",), 0)
+    with pytest.raises(StructureError, match="has no Hugging Face counterpart"):
+        find_rule(architecture_of(GLM), "mtp.layers.0.eh_proj.weight")
 
 
 @pytest.mark.parametrize(("types", "schedule"), [("FFFF", (4, 4)), ("FSSS", (4, 1)), ("FSFS", (2, 1)), ("FFSFS", (2, 2)), ("FSSFSSF", (3, 1))])

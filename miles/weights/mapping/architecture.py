@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,7 @@ class Architecture:
     latent: LatentAttention | None = None  # head_dim is then that of queries and keys, and every head has its own
     yarn: Yarn | None = None
     sparse: SparseIndex | None = None
+    draft_layers: int = 0  # multi-token prediction layers behind the others; 0 also where the model has some and the trainer does not hold them
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
@@ -103,21 +104,40 @@ STRETCHED = ("deepseek_v3", "kimi_k2")
 """Families whose rotary frequencies may be stretched (YaRN). Kimi-K2 is DeepSeek-V3 with other sizes."""
 LATENT = (*STRETCHED, "glm_moe_dsa")
 """Families with multi-head latent attention. GLM-5 is DeepSeek-V3 with a sparse index, which not every layer computes."""
+DRAFTING = ("glm4_moe", *LATENT)
+"""Families that may have a multi-token prediction layer (DeepSeek-V3, arXiv:2412.19437, section 2.2), with experts and, where there is one, an index of its own."""
 
 
-def read_architecture(folder: str | Path) -> Architecture:
-    """Architecture of the Hugging Face model in `folder`.
+def read_architecture(folder: str | Path, *, draft: bool = False) -> Architecture:
+    """Architecture of the Hugging Face model in `folder`. `draft`: with its multi-token prediction layer, which the trainer holds only where it trains it.
 
-    Raises ConfigError: no config.json, a family without a table, or a switch that megatron-core would silently ignore.
+    Raises ConfigError: no config.json, a family without a table, a switch that megatron-core would silently ignore, or no such layer.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"no {path}", "an ordinary Hugging Face model folder", "check model.path, or run `miles-submit prepare`")
-    return architecture_of(json.loads(path.read_text()), str(path))
+    return architecture_of(json.loads(path.read_text()), str(path), draft=draft)
 
 
-def architecture_of(c: dict[str, Any], where: str = "config.json") -> Architecture:
+def architecture_of(c: dict[str, Any], where: str = "config.json", *, draft: bool = False) -> Architecture:
     """Architecture from the content of a config.json; `where` names it in messages."""
+    arch = _architecture(c, where)
+    return replace(arch, draft_layers=_draft_layers(c, arch, where)) if draft else arch
+
+
+def _draft_layers(c: dict[str, Any], arch: Architecture, where: str) -> int:
+    """One: engines read one and apply it again for each further token that they draft."""
+    found = c.get("num_nextn_predict_layers") or 0
+    if found != 1 or arch.family not in DRAFTING:
+        raise ConfigError(f"{where}: model_type {arch.family!r} with num_nextn_predict_layers = {found} has no draft layer that the trainer knows",
+                          f"one layer, in a model of type {', '.join(DRAFTING)}", "remove [trainer.mtp], or use another model")
+    if arch.tied:
+        raise ConfigError(f"{where}: a draft layer with tie_word_embeddings = true is not supported by the trainer", "an output layer of its own",
+                          "remove [trainer.mtp], or use another model")
+    return found
+
+
+def _architecture(c: dict[str, Any], where: str) -> Architecture:
 
     def demand(key: str, value: Any, default: Any) -> None:
         if c.get(key, default) != value:

@@ -11,7 +11,7 @@ Key = tuple[str, int | None, int | None]  # (megatron name pattern, layer, exper
 
 
 class Place(NamedTuple):
-    """Where one trainer rank stands in megatron-core's parallel dimensions, and the layers of its pipeline stage."""
+    """Where one trainer rank stands in megatron-core's parallel dimensions, and the layers of its pipeline stage; draft layers are the last of the last."""
 
     stage: int
     first_layer: int

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,6 +23,7 @@ from miles.core import StructureError
 from miles.weights.mapping.architecture import Architecture
 
 HF_LAYER, MEGATRON_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
+MEGATRON_DRAFT = "mtp.layers.{layer}."  # Hugging Face folders number draft layers on behind the others
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Rule:
     hf: tuple[str, ...]
     kind: str = "plain"
     axis: int | None = None
-    where: str = "all"  # layers it is for: all | dense | moe | index (those that compute a sparse index)
+    where: str = "all"  # layers it is for: all | dense | moe | index (those that compute a sparse index) | draft, which has all rules to itself
 
     @property
     def per_layer(self) -> bool:
@@ -97,6 +98,14 @@ EXPERTS = (
            kind="stack", axis=0, where="moe"),
     _layer("mlp.experts.local_experts.{expert}.linear_fc2.weight", "mlp.experts.{expert}.down_proj.weight", axis=1, where="moe"),
 )
+# Some folders have the embedding and the output layer once more as embed_tokens and shared_head.head of the draft layer. The model's own are used in their place on
+# both sides (SGLang 0.5.23 skips them), so nothing is loaded from them and nothing exported to them.
+DRAFT = (
+    Rule(MEGATRON_DRAFT + "enorm.weight", (HF_LAYER + "enorm.weight",), where="draft"),
+    Rule(MEGATRON_DRAFT + "hnorm.weight", (HF_LAYER + "hnorm.weight",), where="draft"),
+    Rule(MEGATRON_DRAFT + "eh_proj.weight", (HF_LAYER + "eh_proj.weight",), axis=0, where="draft"),
+    Rule(MEGATRON_DRAFT + "final_layernorm.weight", (HF_LAYER + "shared_head.norm.weight",), where="draft"),
+)
 FAMILY_LAYERS: dict[str, tuple[Rule, ...]] = {
     "llama": ATTENTION + DENSE_MLP,
     "qwen3": ATTENTION + QK_NORM + DENSE_MLP,
@@ -122,15 +131,23 @@ def rules_for(arch: Architecture) -> tuple[Rule, ...]:
     if arch.family == "glm4_moe":
         layer += (QKV_BIAS if arch.qkv_bias else ()) + (QK_NORM if arch.qk_norm else ())
     layer += SHARED_EXPERT if arch.shared_ffn else ()
-    return (EMBEDDING, *layer, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
+    draft = (*DRAFT, *(_of_draft(r) for r in layer if r.where in ("all", "moe", "index"))) if arch.draft_layers else ()
+    return (EMBEDDING, *layer, *draft, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
+
+
+def _of_draft(rule: Rule) -> Rule:
+    """The same for the transformer layer inside a draft layer, which has experts and computes an index."""
+    return replace(rule, megatron=rule.megatron.replace(MEGATRON_LAYER, MEGATRON_DRAFT + "mtp_model_layer."), where="draft")
 
 
 def parameters(arch: Architecture) -> Iterator[tuple[Rule, int | None, int | None]]:
     """Every parameter of the whole model as (rule, layer, expert), layer by layer: the order all ranks agree on."""
     rules = rules_for(arch)
     yield from ((r, None, None) for r in rules if not r.per_layer and r is not FINAL_NORM and r is not OUTPUT)
-    for layer in range(arch.layers):
+    for layer in range(arch.layers + arch.draft_layers):
         kinds = ("all", "moe" if layer in arch.moe_layers else "dense", *(("index",) if layer in arch.index_layers else ()))
+        if layer >= arch.layers:
+            kinds = ("draft",)
         for rule in rules:
             if rule.per_layer and rule.where in kinds:
                 for expert in range(arch.experts) if rule.per_expert else (None,):
@@ -144,13 +161,13 @@ def hf_names(rule: Rule, layer: int | None, expert: int | None) -> tuple[str, ..
 
 
 def find_rule(arch: Architecture, name: str) -> tuple[Rule, int | None, int | None]:
-    """The rule of a megatron parameter name, with its layer and expert index as they stand in the name.
+    """The rule of a megatron parameter name, with its layer and expert index as they stand in the name (draft layers are counted from 0 there).
 
     Raises StructureError: a parameter that no rule covers.
     """
     for pattern, local in TRANSFORMER_ENGINE_NAMES:
         name = pattern.sub(local, name)
-    numbers = re.match(r"decoder\.layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?", name)
+    numbers = re.match(r"(?:decoder|mtp)\.layers\.(\d+)\.(?:.*\.local_experts\.(\d+)\.)?", name)
     layer = int(numbers[1]) if numbers else None
     expert = int(numbers[2]) if numbers and numbers[2] else None
     for rule in rules_for(arch):

@@ -160,13 +160,15 @@ class Placement:
         self.local: dict[Key, torch.Tensor] = {}
         layers: list[int] = []
         for chunk in inner:
-            layers += [layer.layer_number - 1 for layer in chunk.decoder.layers]
+            numbers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+            drafts = [arch.layers + i for i in range(len(chunk.mtp.layers))] if hasattr(chunk, "mtp") else []
+            layers += numbers + drafts
             for name, tensor in _named_weights(chunk):
                 rule, layer, expert = find_rule(arch, name)
                 if name == VALUE_HEAD.megatron and isinstance(chunk.output_layer, torch.nn.Linear):  # as build_model makes it
                     rule = self.rules[name] = VALUE_HEAD
                 self.rules.setdefault(rule.megatron, rule)
-                layer = None if layer is None else chunk.decoder.layers[layer].layer_number - 1
+                layer = None if layer is None else (drafts if rule.where == "draft" else numbers)[layer]
                 expert = None if expert is None else expert + ep_rank * self.experts_per_rank
                 self.local[rule.megatron, layer, expert] = tensor
         mine = Place(mpu.get_pipeline_model_parallel_rank(), min(layers), max(layers), self.tp[1],
@@ -203,6 +205,8 @@ class Placement:
 def _largest(rule, arch: Architecture) -> int:
     """Elements of a whole parameter, from above: only bounds the size of buckets, so that all ranks cut them alike."""
     width = max(arch.heads * arch.head_dim + 2 * arch.groups * arch.head_dim, 2 * (arch.expert_ffn if rule.per_expert else max(arch.ffn, arch.shared_ffn)))
+    if rule.where == "draft":
+        width = max(width, 2 * arch.hidden)  # the projection that joins embedding and hidden state
     if rule.kind == "vocab":
         return arch.vocab * arch.hidden
     return arch.hidden if "norm" in rule.megatron else arch.hidden * width

@@ -27,7 +27,7 @@ def engine_share(arch: Architecture, tensors: Mapping[str, Tensor], *, rank: int
     share: dict[str, Box] = {}
     for rule, layer, expert in parameters(arch):
         names = hf_names(rule, layer, expert)
-        if rule.axis is None:
+        if rule.axis is None or rule.megatron.endswith("eh_proj.weight"):  # which every process has whole, as it comes before what is split
             share |= {n: tensors[n].whole for n in names}
         elif rule.kind == "vocab":
             (name,) = names

@@ -27,8 +27,11 @@ FAMILIES = {
 }
 
 
-def architecture(family: str, **changes) -> Architecture:
-    return architecture_of({"model_type": family, **COMMON, **FAMILIES[family], **changes})
+DRAFTING = ("glm4_moe", "deepseek_v3", "glm_moe_dsa")
+
+
+def architecture(family: str, *, draft: bool = False, **changes) -> Architecture:
+    return architecture_of({"model_type": family, **COMMON, **FAMILIES[family], "num_nextn_predict_layers": 1, **changes}, draft=draft)
 
 
 def shape_of(name: str, a: Architecture) -> tuple[int, ...]:
@@ -51,7 +54,7 @@ def shape_of(name: str, a: Architecture) -> tuple[int, ...]:
         "embed_tokens": (a.vocab, a.hidden), "lm_head": (a.vocab, a.hidden), "q_proj": (a.heads * a.head_dim, a.hidden),
         "k_proj": (a.groups * a.head_dim, a.hidden), "v_proj": (a.groups * a.head_dim, a.hidden), "o_proj": (a.hidden, a.heads * a.head_dim),
         "gate_proj": (ffn, a.hidden), "up_proj": (ffn, a.hidden), "down_proj": (a.hidden, ffn), "gate": (a.experts, a.hidden),
-        "q_norm": (a.head_dim,), "k_norm": (a.head_dim,),
+        "q_norm": (a.head_dim,), "k_norm": (a.head_dim,), "eh_proj": (a.hidden, 2 * a.hidden),
     }.get(kind, (a.hidden,))
 
 
@@ -70,9 +73,11 @@ class Trainer:
     etp: int = 1
     ep: int = 1
 
-    def places(self, layers: int) -> list[Place]:
+    def places(self, layers: int, drafts: int = 0) -> list[Place]:
+        """`drafts`: layers more on the last stage."""
         stage_ranks = self.tp * self.dp
-        return [Place(r // stage_ranks, r // stage_ranks * (layers // self.pp), (r // stage_ranks + 1) * (layers // self.pp) - 1,
+        last = [(s + 1) * (layers // self.pp) - 1 + drafts * (s == self.pp - 1) for s in range(self.pp)]
+        return [Place(r // stage_ranks, r // stage_ranks * (layers // self.pp), last[r // stage_ranks],
                       r % self.tp, r // self.tp % self.dp, r % self.etp, r // self.etp % self.ep, r % stage_ranks // (self.etp * self.ep))
                 for r in range(stage_ranks * self.pp)]
 

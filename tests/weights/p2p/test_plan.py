@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from models import FAMILIES, Trainer, architecture, shards_of, tensors_of
+from models import DRAFTING, FAMILIES, Trainer, architecture, shards_of, tensors_of
 
 from miles.core import StructureError
 from miles.weights.mapping.placement import Place
@@ -21,6 +21,7 @@ from miles.weights.p2p.receivers import engine_share, whole
 
 TRAINERS = [Trainer(tp, pp, dp, etp, ep) for tp in (1, 2, 4) for pp in (1, 2) for dp in (1, 2, 4) for etp in (1, 2) for ep in (1, 2, 4)
             if (tp * dp) % (etp * ep) == 0]
+MODELS = [*((f, False) for f in sorted(FAMILIES)), *((f, True) for f in DRAFTING)]  # without and with a draft layer
 ENGINES = [(tp, ep, dp) for tp in (1, 2, 4, 8) for ep in (1, 2, 4) for dp in (1, 2) if tp % ep == 0 and tp % dp == 0]
 
 
@@ -43,14 +44,15 @@ def carry_out(chunks, sources, receivers, tensors):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(sorted(FAMILIES)), st.sampled_from(TRAINERS), st.lists(st.sampled_from(ENGINES), min_size=1, max_size=2), st.sampled_from([24, 200, 1 << 20]),
+@given(st.sampled_from(MODELS), st.sampled_from(TRAINERS), st.lists(st.sampled_from(ENGINES), min_size=1, max_size=2), st.sampled_from([24, 200, 1 << 20]),
        st.integers(9, 70))
-def test_every_element_of_every_receiver_is_written_once_with_its_value(family, trainer, engines, chunk_bytes, vocab):
-    arch = architecture(family, vocab_size=vocab)
+def test_every_element_of_every_receiver_is_written_once_with_its_value(model, trainer, engines, chunk_bytes, vocab):
+    family, draft = model
+    arch = architecture(family, draft=draft, vocab_size=vocab)
     tensors = tensors_of(arch, "bfloat16")
     generator = torch.Generator().manual_seed(vocab)
     values = {n: torch.randn(t.shape, generator=generator) for n, t in tensors.items()}
-    places = trainer.places(arch.layers)
+    places = trainer.places(arch.layers, arch.draft_layers)
     sources = [shards_of(arch, place, trainer, values) for place in places]
     receivers = [engine_share(arch, tensors, rank=r, tp=tp, ep=ep, dp_attention=dp) for tp, ep, dp in engines for r in range(tp)] + [whole(tensors)]
     memory, written = carry_out(plan(arch, places, tensors, receivers, chunk_bytes), sources, receivers, tensors)
@@ -80,6 +82,14 @@ def test_key_and_value_heads_are_repeated_where_an_engine_has_more_processes():
     name = "model.layers.0.self_attn.{}_proj.weight"
     assert [h[name.format("q")][:2] for h in held] == [(2 * r, 2 * r + 2) for r in range(8)]
     assert [h[name.format("k")][:2] for h in held] == [(0, 2), (0, 2), (2, 4), (2, 4), (4, 6), (4, 6), (6, 8), (6, 8)]
+
+
+def test_every_process_of_an_engine_holds_what_joins_embedding_and_hidden_state_of_drafts_whole():
+    arch = architecture("deepseek_v3", draft=True)
+    tensors = tensors_of(arch)
+    held = [engine_share(arch, tensors, rank=r, tp=4) for r in range(4)]
+    assert [h["model.layers.4.eh_proj.weight"] for h in held] == [Box(0, 8, 0, 16)] * 4
+    assert [h["model.layers.4.mlp.shared_experts.down_proj.weight"][2:] for h in held] == [(2 * r, 2 * r + 2) for r in range(4)]
 
 
 def test_interleaved_query_groups_are_found_in_the_shard():
