@@ -118,15 +118,3 @@ def folder_problems(source: Mapping[str, tuple[int, ...]], rollout: Collection[s
         if not quantized and name.endswith(".weight"):
             out += [f"{name} is sent in high precision; the engines' folder has {stem + s}" for s in suffixes if s != "weight" and stem + s in rollout]
     return out
-
-
-def together(names: Iterable[str], known: Collection[str]) -> set[str]:
-    """`names`, and for each part of a quantized weight the weight's other parts among the `known` names: an engine that turns weight and scale into a layout
-    of its own must be given both."""
-    suffixes = {s for f in FORMATS.values() for s in f.parts}
-    out = set(names)
-    for name in list(out):
-        stem, _, suffix = name.rpartition(".")
-        if suffix in suffixes:
-            out.update(n for s in suffixes if (n := f"{stem}.{s}") in known)
-    return out

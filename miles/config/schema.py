@@ -212,7 +212,7 @@ class WeightsConfig(Section):
 
     transport: Literal["disk", "broadcast", "p2p", "auto"] = Field("disk", description="`disk`: patches on the shared file system. `broadcast`: one group over the trainer leader and the engines (NCCL on GPU, gloo on CPU). `p2p`: every trainer rank sends its shards straight to the rollout ranks over MPI while engines generate; nothing is gathered, and each rollout rank keeps one copy of the model in /dev/shm. `auto`: each of them is tried on two of the first versions, and the one after which all engines serve a version soonest is kept.")
     keyframe_every: int = Field(10, ge=1, description="Every so many versions all tensors are written in full.")
-    keep_keyframes: int = Field(2, ge=1, description="Keyframes (with the patches after them) kept on disk.")
+    keep_keyframes: int = Field(2, ge=1, description="Keyframes (with the patches after them) kept on disk; up to twice as many while an engine may still be reading older ones.")
     pause: Literal["in_place", "retract"] = Field("in_place", description="What happens to running requests: held with their KV cache, or put back and prefilled again.")
     ack_timeout_s: float = Field(300.0, gt=0, description="Seconds that a transfer over the wire (`broadcast`, `p2p`) may take before it has failed and weights go another way.")
 

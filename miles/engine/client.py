@@ -6,10 +6,8 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import secrets
 import shutil
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cached_property
@@ -22,6 +20,7 @@ import numpy as np
 
 from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Turn
 from miles.engine.command import ModelShape
+from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room, remove_orphaned_handovers
 from miles.engine.params import Parameter, read_parameters
 from miles.engine.wire import Sampling, parse_reply, request_body
 
@@ -32,10 +31,10 @@ log = logging.getLogger(__name__)
 
 PauseMode = Literal["in_place", "retract"]
 CONTROL_TIMEOUT_S = 600.0
-HANDOVER = Path("/dev/shm")
+REHEARSAL_POLL_S = 0.01
 KEEP_ALIVE_S = 2.0
-"""An idle connection is used again for this long. The server closes it after 5 s (uvicorn's default); a request written in that moment fails, and a living engine
-would be taken for a dead one in the middle of an update."""
+"""An idle connection is used again for this long. The server closes it after 5 s (uvicorn's default); a request written in that moment fails, and a living
+engine would be taken for a dead one in the middle of an update."""
 
 
 STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all tokens before
@@ -68,7 +67,7 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._nonce, self._counter = secrets.token_hex(4), itertools.count()
-        _remove_orphaned_handovers()
+        remove_orphaned_handovers()
         self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
 
     @cached_property
@@ -157,8 +156,8 @@ class EngineClient:
     async def update_tensors(self, tensors: Mapping[str, torch.Tensor], version: int, *, flush: bool = False) -> None:
         """Put Hugging Face tensors (any subset of the model's) into the engine and call the result `version`.
 
-        They are handed over as a safetensors file in shared memory, read by the engine and removed. SGLang's own endpoint for tensors wants a
-        base64 pickle instead, which is slower and is a pickle. Pause first, or the update waits for running requests to end.
+        They are handed over as a safetensors file in shared memory, read by the engine and removed. Pause first, or the update waits for running requests to
+        end.
         Raises StructureError, before anything changed, for a name, shape or dtype the model does not have: the engine would report success
         for an unknown name and die of a wrong shape.
         """
@@ -171,7 +170,7 @@ class EngineClient:
             await asyncio.to_thread(save_file, {name: t.contiguous() for name, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
             await self.update_from_folder(folder, version, flush=flush)
         except (OSError, SafetensorError) as e:
-            raise EnvironmentFault(f"cannot hand weights over in {HANDOVER}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
+            raise no_room(sum(t.nbytes for t in tensors.values()), e) from e
         finally:
             shutil.rmtree(folder)
 
@@ -179,6 +178,22 @@ class EngineClient:
         """Load the safetensors of a folder the engine can read and call the result `version`. The caller has checked names and shapes."""
         await self._post("/update_weights_from_disk", {
             "model_path": str(folder), "load_format": "safetensors", "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False,
+        })
+        self.version = version
+
+    async def rehearse_patch(self, path: str | Path) -> None:
+        """Have the engine verify what a patch file would make of its memory while it generates, so that `apply_patch` only has to do it. Raises
+        EnvironmentFault when that is not what the trainer has."""
+        while (said := (await self._post("/weights_checker", {"action": f"{REHEARSE}{path}"}))["ranks"][0]["checksums"]["rehearsal"]) == WORKING:
+            await asyncio.sleep(REHEARSAL_POLL_S)
+        if said != READY:
+            raise EnvironmentFault(f"{self.url} refused a patch: {said}", "a patch to what it holds", "the engine is restarted from a keyframe")
+
+    async def apply_patch(self, path: str | Path, version: int, *, flush: bool = False) -> None:
+        """Have the engine apply a patch file to its own memory (miles.engine.inplace) and call the result `version`. Pause first. After a refusal it holds
+        what it held."""
+        await self._post("/update_weights_from_disk", {
+            "model_path": str(path), "load_format": PATCH_FORMAT, "weight_version": str(version), "flush_cache": flush, "abort_all_requests": False,
         })
         self.version = version
 
@@ -299,16 +314,3 @@ async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             parts = [rest]
             for event in whole:
                 yield event.removeprefix(b"data: ")
-
-
-def handover_folder() -> Path:
-    """A new folder of this process in shared memory. When it is killed, the next client on this node removes the folder."""
-    return Path(tempfile.mkdtemp(prefix=f"miles-weights-{os.getpid()}-", dir=HANDOVER))
-
-
-def _remove_orphaned_handovers() -> None:
-    """Weights in shared memory whose owner was killed in the middle of handing them over: they hold one copy of the model each."""
-    for folder in HANDOVER.glob("miles-weights-*"):
-        pid = folder.name.split("-")[2]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
-            shutil.rmtree(folder, ignore_errors=True)  # another rank of this node may be doing the same

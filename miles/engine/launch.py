@@ -1,7 +1,7 @@
 """The child process: `python -m miles.engine.launch <sglang arguments>`.
 
-Starts `sglang.launch_server` with three things added that its command line cannot express: it dies with its parent, its API key comes from
-a file instead of the process list, and the key stays out of its log.
+Starts `sglang.launch_server` with things added that its command line cannot express: it dies with its parent, its API key comes from a file instead of the
+process list, the key stays out of its log, and on a CPU it can apply patches to its own weights.
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ def main() -> None:
     if token_file := os.environ.get(TOKEN_ENV):
         args += ["--api-key", Path(token_file).read_text().strip()]
         keep_key_out_of_log()
+    if ("--device", "cpu") in zip(args, args[1:], strict=False):
+        from miles.engine.inplace import install
+
+        install()
     sys.argv = ["sglang.launch_server", *args]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=False)
 

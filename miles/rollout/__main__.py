@@ -14,7 +14,7 @@ from pathlib import Path
 async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> int:
     from miles.config import load_site
     from miles.core import Role
-    from miles.engine.client import handover_folder
+    from miles.engine.handover import handover_folder
     from miles.env import load_tasks, sweep
     from miles.log import RunLog
     from miles.rollout.leader import Leader

@@ -1,13 +1,15 @@
 """Keeps one engine at the newest published weights: pull while it generates, pause, apply, resume, acknowledge with a digest.
 
-    behind?  ->  read and verify the patch (the engine goes on generating)
-             ->  pause  ->  hand over the changed tensors  ->  checksum of the engine's memory == the publisher's?  ->  resume, acknowledge
-                                                               otherwise the engine is poisoned, and stays paused until it is restarted
+    behind?  ->  is it this model's? read and verify it (the engine goes on generating)  ->  otherwise say so, and go on with what is served
+             ->  pause  ->  the engine patches its own memory and checks it, or loads the rank's copy, whose checksum its memory must have
+             ->  resume, acknowledge  ->  otherwise the engine is poisoned, and stays paused until it is restarted
+
+The copy lies in the file that the engine loads (miles.engine.handover), so that nothing is copied while it stands still.
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
 
-A version that was sent point to point is in the rank's memory when it is published (miles.weights.p2p.receive); the engine loads it from there, also one that has
-just started.
+A version that was sent point to point is in the rank's memory when it is published (miles.weights.p2p.receive); the engine loads it from there, also one that
+has just started.
 
 On GPUs shared with the trainer the engine gives its memory back when its turn is over (`release`), and takes it again to load the next version.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,10 +26,12 @@ import torch
 from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import EngineClient
 from miles.engine.digest import combined_checksum, expected_checksums
+from miles.engine.handover import Handover
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack
 from miles.weights.follow import Follower
+from miles.weights.patch import Patch, State
 from miles.weights.store import Manifest, WeightStore
 from miles.weights.turns import EngineTurns
 
@@ -34,6 +39,19 @@ if TYPE_CHECKING:
     from miles.weights.p2p.receive import Receiver
 
 RELEASED = {"all": ("kv_cache", "weights", "cuda_graph"), "kv_cache": ("kv_cache",)}  # engine.release -> SGLang's tags
+
+
+def in_place(chain: list[Manifest] | None) -> list[Manifest]:
+    """The patches of a chain if an engine can apply them to its own memory: that is the bytes of each version, in its dtype. Otherwise none."""
+    def fits(m: Manifest) -> bool:
+        how = m.extra["checksum_of"]
+        return m.encoding == "delta" and how is not None and all(t["dtype"] == how["dtype"] for t in m.tensors.values())
+
+    return chain if chain and all(map(fits, chain)) else []
+
+
+def _patch_name(manifest: Manifest) -> str:
+    return f"v{manifest.version}.patch"
 
 
 class EnginePoisoned(MilesError):
@@ -51,12 +69,19 @@ class EngineWeights:
         self._client, self._log, self._pause = client, log, run.config.weights.pause
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
         self.store = WeightStore(run)
-        self._follower = Follower(self.store)
+        self._handover = Handover()
+        self._follower = Follower(self.store, self._handover.weights)
+        self._named: set[str] = set()  # tensors of the versions served so far
         self._group = ""  # the broadcast group that the engine is in
         self._parts = RELEASED[run.config.engine.release]
         self._released: tuple[float, float] | None = None  # (seconds it took, when), while the engine is without memory
         self.version = -1
         self._acknowledge(-1, "")
+
+    def close(self) -> None:
+        """Let go of the host copy."""
+        self._follower.forget()
+        self._handover.close()
 
     async def follow(self) -> bool:
         """Bring the engine to the newest version if that can be done now. Returns whether its version changed.
@@ -68,6 +93,7 @@ class EngineWeights:
             return False
         try:
             manifest = self.store.manifest(newest)
+            self._check(manifest)
         except FileNotFoundError:
             return False  # retired while we looked
         except StructureError as e:
@@ -112,9 +138,20 @@ class EngineWeights:
             self._log.row("turns", rank=self._rank, version=self.version, release_s=release_s, away_s=start - at, resume_s=time.monotonic() - start)
             self._released = None
 
+    def _check(self, manifest: Manifest) -> None:
+        """Before the engine hears of a version. Raises StructureError for one that the engine would take in part, or die of: SGLang reports success for a
+        tensor that it does not know, and keeps what it has of one that is missing."""
+        self._client.check_tensors({n: (tuple(t["shape"]), t["dtype"]) for n, t in manifest.tensors.items()})
+        if missing := self._named - manifest.tensors.keys():
+            raise StructureError(f"v{manifest.version} lacks {len(missing)} tensors of v{self.version}, which is served: {sorted(missing)[:5]}",
+                                 "every tensor in every version", "the version is skipped: check what the trainer exports", cause="weights:missing")
+
     async def _apply_files(self, newest: int) -> bool:
         start = time.monotonic()
         try:
+            if self.version >= 0 and self._released is None and (patches := in_place(self.store.chain(newest, self.version))):
+                await self._apply_patches(patches, start)
+                return True
             step = await asyncio.to_thread(self._follower.advance, newest)
         except (StructureError, FileNotFoundError) as e:
             self._acknowledge(self.version, "", error=str(e))  # go on with what is served; the next keyframe repairs
@@ -122,19 +159,61 @@ class EngineWeights:
         if step is None:
             return False
         manifest, changed = step
+        expected = await self._expected(manifest, self._follower.state)
         pulled = time.monotonic()
-        # A fresh engine has the model folder's weights, one that has released them has none: give it all.
-        everything = self.version < 0 or (self._released is not None and "weights" in self._parts)
-        state = self._follower.state
-        tensors = {n: state[n] for n in (state if everything else changed)}
+        # A fresh engine has the model folder's weights, one that has released them has none.
+        unchanged = not changed and self.version >= 0 and not (self._released is not None and "weights" in self._parts)
         async def apply():
             await self._take()
-            if tensors:
-                await self._client.update_tensors(tensors, newest, flush=self._flush)
-            else:
+            if unchanged:
                 await self._client.set_version(newest)
-        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", manifest.extra["checksum"])
+            else:
+                await self._client.update_from_folder(self._handover.folder, newest, flush=self._flush)
+        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", expected)
         return True
+
+    async def _apply_patches(self, patches: list[Manifest], start: float) -> None:
+        """Have the engine apply them to its own memory: where that is the version's bytes, it needs no host copy."""
+        self._follower.forget()
+        try:
+            paths = await asyncio.to_thread(lambda: [self._fetch(m) for m in patches])
+            if len(paths) == 1:  # of several, each needs what the one before makes
+                await self._rehearse(paths[0], patches[0])
+            pulled = time.monotonic()
+            async def apply():
+                for path, m in zip(paths, patches, strict=True):
+                    await self._client.apply_patch(path, m.version, flush=self._flush)
+            await self._while_paused(apply, patches[-1], start, pulled, sum(m.file_size for m in patches), "disk", "")
+        finally:
+            for m in patches:
+                self._handover.remove(_patch_name(m))
+
+    async def _rehearse(self, path: Path, manifest: Manifest) -> None:
+        try:
+            await self._client.rehearse_patch(path)
+        except EnvironmentFault as e:
+            self._acknowledge(-1, "", error=str(e))
+            raise EnginePoisoned(f"rank {self._rank}: its memory is not what v{manifest.version} goes on from: {e}", "an engine at exactly one version",
+                                 "nothing: the engine is restarted from a keyframe") from e
+
+    def _fetch(self, manifest: Manifest) -> Path:
+        """The patch file, verified, in memory that the engine can read. Raises StructureError or FileNotFoundError."""
+        source = self.store.patch_file(manifest)
+        try:
+            path = self._handover.put(_patch_name(manifest), source)
+        except FileNotFoundError:
+            raise
+        except OSError as e:  # as where a network file system has lost the file in the middle
+            raise StructureError(f"{source} cannot be read: {e}", "the file as it was published", "the version is skipped; the next keyframe repairs it",
+                                 cause="patch-file") from e
+        Patch(path, manifest.file_size, manifest.file_digest).check()
+        return path
+
+    @staticmethod
+    async def _expected(manifest: Manifest, state: State) -> str:
+        """The checksum of an engine that holds this state; empty where it cannot be foretold."""
+        how = manifest.extra["checksum_of"]
+        return "" if how is None else await asyncio.to_thread(lambda: combined_checksum(expected_checksums(state, **how)))
 
     async def _apply_broadcast(self, manifest: Manifest, member: int) -> None:
         start = time.monotonic()
@@ -157,17 +236,16 @@ class EngineWeights:
     async def _apply_image(self, manifest: Manifest) -> None:
         start = time.monotonic()
         with self._receiver.reading() as image:
-            how = manifest.extra["checksum_of"]
-            expected = "" if how is None else await asyncio.to_thread(lambda: combined_checksum(expected_checksums(image.state(), **how)))
+            expected = await self._expected(manifest, image.state())
             pulled = time.monotonic()
             async def apply():
-                self._client.check_tensors(image.described())
                 await self._client.update_from_folder(image.folder, manifest.version, flush=self._flush)
             self._follower.forget()
             await self._while_paused(apply, manifest, start, pulled, image.size, "p2p", expected)
 
     async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str, expected: str) -> None:
-        """expected: checksum of the engine's memory; empty where it cannot be foretold: then the digests of what was handed over vouch."""
+        """expected: checksum of the engine's memory; empty where the engine has checked it itself, or where it cannot be foretold: then the digests of what
+        was handed over vouch."""
         try:
             await self._client.pause(self._pause)
             paused = time.monotonic()
@@ -189,7 +267,7 @@ class EngineWeights:
             self._acknowledge(-1, got, error="digest")
             raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", expected,
                                  "nothing: the engine is restarted from a keyframe")
-        self.version = manifest.version
+        self.version, self._named = manifest.version, set(manifest.tensors)
         self._acknowledge(self.version, got)
 
     def _acknowledge(self, version: int, digest: str, error: str = "", released: int | None = None) -> None:

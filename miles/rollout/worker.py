@@ -207,18 +207,18 @@ class Worker:
         url = await self._start()
         client = self._client(url)
         try:
-            weights = EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns, self._receiver)
-            while not await weights.follow() and await self._wait_look():
-                pass  # no traffic before the engine has a version of this run
-            while self._process.alive and not self._stopping.is_set():
-                self._offer(self._rank, client)
-                self._report({"kind": "up", "version": weights.version, "url": url, "moved": self._moved()})
-                await self._wait_look()
-                if self._turns.ended(weights.version):
-                    await weights.release()
-                if not weights.released or self._turns.may_take():
-                    await weights.follow()
-                self._log_engine(client, number)
+            with contextlib.closing(EngineWeights(self._run, self._rank, self._epoch, number, client, self._log, self._turns, self._receiver)) as weights:
+                while not await weights.follow() and await self._wait_look():
+                    pass  # no traffic before the engine has a version of this run
+                while self._process.alive and not self._stopping.is_set():
+                    self._offer(self._rank, client)
+                    self._report({"kind": "up", "version": weights.version, "url": url, "moved": self._moved()})
+                    await self._wait_look()
+                    if self._turns.ended(weights.version):
+                        await weights.release()
+                    if not weights.released or self._turns.may_take():
+                        await weights.follow()
+                    self._log_engine(client, number)
         finally:
             self._engines.down(self._rank)
             await client.close()

@@ -98,7 +98,8 @@ class Trainer:
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
-            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0)
+            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0,
+                                       checksum_of=self._checksum_of())
         self.quantize = Export.of(c, self.model.arch.family)
         self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
         self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late, self._late,
@@ -150,8 +151,7 @@ class Trainer:
             start = time.monotonic()
             found = self.sender.fill(self.publisher.fillable() if self.publisher is not None else None)
             if isinstance(found, Filled):
-                how = self._checksum_of()
-                return self.publisher.publish_filled(self.step, found, time.monotonic() - start, how) if self.publisher is not None else None
+                return self.publisher.publish_filled(self.step, found, time.monotonic() - start) if self.publisher is not None else None
             note = found
         return self.publish_gathered(note)
 

@@ -6,6 +6,7 @@
     store.py      versions as folders: keyframes, deltas and what went over the wire, each with a manifest that verifies
     follow.py     the reader's side: from the version it has to the newest one, digests checked
     acks.py       what each engine says it serves
+    retention.py  which versions nobody needs any more
     publish.py    the trainer's side: choose the encoding, publish, broadcast
     choose.py     which transport is kept when all are tried
     p2p/          from trainer ranks to rollout ranks, shard by shard

@@ -1,4 +1,7 @@
-"""What each engine serves: RUN/acks/rollout-<rank>.json, one small file per rank, replaced atomically."""
+"""What each engine serves: RUN/acks/rollout-<rank>.json, one small file per rank, replaced atomically; those of a pool in the pool's folder.
+
+An acknowledgement is a lease too: miles.weights.retention.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +31,29 @@ def write_ack(run: RunDir, ack: Ack) -> None:
 
 def read_ack(run: RunDir, rank: int) -> Ack | None:
     """The rank's newest acknowledgement, of whatever epoch. None: there is none, or it cannot be read."""
-    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
-        return msgspec.json.decode(_path(run, rank).read_bytes(), type=Ack)
-    return None
+    return _read(_path(run, rank))
 
 
 def read_acks(run: RunDir, epoch: int | None = None) -> dict[int, Ack]:
     """Acknowledgements by rank: those of the given rollout epoch (others are ignored), or of whatever epoch. One that cannot be read is as if it were
     not there."""
-    ranks = [int(p.stem.rpartition("-")[2]) for p in sorted(run.acks_dir.glob("rollout-*.json"))]
-    acks = [ack for rank in ranks if (ack := read_ack(run, rank)) is not None]
-    return {a.rank: a for a in acks if epoch is None or a.epoch == epoch}
+    return {a.rank: a for a in _read_all(run.acks_dir) if epoch is None or a.epoch == epoch}
+
+
+def serving(run: RunDir) -> list[int]:
+    """Version of every rank that lives, as far as epochs say: the run's own, and those of its pools."""
+    folders = {0: run.acks_dir} | {pool: run.pool_dir(pool) / "acks" for pool in run.pools()}
+    return [a.version for pool, folder in folders.items() for a in _read_all(folder) if a.epoch == run.pool_epoch(pool)]
+
+
+def _read_all(folder: Path) -> list[Ack]:
+    return [ack for path in sorted(folder.glob("rollout-*.json")) if (ack := _read(path)) is not None]
+
+
+def _read(path: Path) -> Ack | None:
+    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+        return msgspec.json.decode(path.read_bytes(), type=Ack)
+    return None
 
 
 def _path(run: RunDir, rank: int) -> Path:

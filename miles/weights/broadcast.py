@@ -52,7 +52,10 @@ class BroadcastGroup:
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         try:
             for tensor in state.values():
-                self._group.broadcast(tensor.to(device).contiguous(), 0).wait(self._timeout)
+                sent = tensor.to(device).contiguous()
+                if sent.is_floating_point() and sent.element_size() == 1:
+                    sent = sent.view(torch.uint8)  # gloo has no 8-bit floats; the bytes are the same
+                self._group.broadcast(sent, 0).wait(self._timeout)
         except (RuntimeError, dist.DistError) as e:
             raise EnvironmentFault(f"weight broadcast {self.name} broke off: {e}", "all engines to receive every tensor",
                                    "the version goes out by disk instead; engines that got a part are reloaded") from e

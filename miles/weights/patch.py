@@ -85,6 +85,7 @@ class _Local(threading.local):
 
     def __init__(self):
         self.scratch = Scratch(BLOCK_BYTES)
+        self.aside = np.empty(BLOCK_BYTES, np.uint8)
         self.compress = zstandard.ZstdCompressor(compression_params=_LEVEL).compress
         self.decompress = zstandard.ZstdDecompressor().decompress
 
@@ -194,10 +195,11 @@ def _digest(streams: Iterable[bytes]) -> bytes:
 def _in_order(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
     """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held."""
     flight: deque[Future] = deque()
+    most = 2 * thread_count()  # asked once: it is a call to the system
     try:
         for job in jobs:
             flight.append(threads().submit(function, *job))
-            if len(flight) > 2 * thread_count():
+            if len(flight) > most:
                 yield flight.popleft().result()
         while flight:
             yield flight.popleft().result()
@@ -242,6 +244,23 @@ class Patch:
         except (OSError, msgspec.MsgspecError) as e:
             raise self._damaged(str(e)) from e
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of every tensor of the result."""
+        return {t.name: tuple(t.shape) for t in self._tensors}
+
+    def check(self) -> None:
+        """Read all of it. Raises StructureError (cause patch-file) unless it is, to the byte, what was written."""
+        try:
+            with open(self.path, "rb") as f:
+                f.seek(len(_MAGIC))
+                for block in (b for t in self._tensors for b in t.blocks if b.kind != "same"):
+                    at = f.tell()
+                    if xxhash.xxh3_128_digest(f.read(sum(block.streams))) != block.payload:
+                        raise self._damaged(f"the block at byte {at} has another digest")
+        except OSError as e:
+            raise self._damaged(str(e)) from e
+
     def apply(self, base: State, base_digests: dict[str, str] | None = None) -> tuple[State, set[str]]:
         """The new state and the names of the tensors that changed. Tensors without dense blocks are changed in place: they are the same
         objects in both states. `base` must own its memory; tensors that share it are told apart here.
@@ -267,6 +286,32 @@ class Patch:
             raise
         return state, {t.name for t in self._tensors if not t.base or any(b.kind != "same" for b in t.blocks)}
 
+    def rehearse(self, base: State) -> Callable[[], None] | None:
+        """Verify, block by block in memory aside, that `apply` would make the result of `base`, which is only read. Returns what makes it so, and no longer
+        looks at it; None where blocks are dense, for whose result there is no room aside. Raises like `apply`. For a `base` that nobody changes meanwhile."""
+        steps, offset = [], len(_MAGIC)
+        for t in self._tensors:
+            out, own = self._target(t, base, None, set())
+            if not own:
+                return None
+            for view, block in zip(blocks(out), t.blocks, strict=True):
+                steps.append(_Step(view, block, offset, own))
+                offset += sum(block.streams)
+        try:
+            with open(self.path, "rb") as f:
+                changes = [c for c in _in_order(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
+        except (OSError, zstandard.ZstdError) as e:
+            raise self._damaged(str(e)) from e
+        return lambda: deque(_in_order(scatter, changes), maxlen=0)
+
+    def _rehearse(self, fd: int, step: _Step) -> tuple | None:
+        """Arguments of `scatter` for a block that changes."""
+        aside = _local.aside[:step.view.nbytes].view(step.view.dtype)
+        aside[:] = step.view
+        if not self._run(fd, _Step(aside, step.block, step.offset, False)):
+            return None
+        return (step.view, *self._differences(step, os.pread(fd, sum(step.block.streams), step.offset)))
+
     def undo(self) -> None:
         """Take back what `apply` changed in place: the state it was given is what it was."""
         for step, payload in self._undo:
@@ -290,7 +335,8 @@ class Patch:
             seen.add(tensor.data_ptr())
         return tensor.detach() if own else tensor.detach().clone(memory_format=torch.contiguous_format), own
 
-    def _run(self, fd: int, step: _Step) -> None:
+    def _run(self, fd: int, step: _Step) -> bool:
+        """Whether the block was changed."""
         block, view, payload = step.block, step.view, b""
         if block.kind != "same":
             payload = os.pread(fd, sum(block.streams), step.offset)
@@ -308,11 +354,11 @@ class Patch:
         if (mark.digest() if block.kind == "sparse" else xxhash.xxh3_128_digest(view)) == block.digest:
             if block.kind == "sparse" and step.undoable:
                 self._undo.append((step, payload))
-            return
+            return block.kind != "same"
         if block.kind == "sparse":
             scatter(view, *differences, undo=True)
             if xxhash.xxh3_128_digest(view) == block.digest:
-                return  # it was there already
+                return False  # it was there already
         raise StructureError(f"{self.path}: a block does not become what the trainer had", f"digest {block.digest.hex()}",
                              "the reader starts again from the last keyframe", cause="patch-digest")
 

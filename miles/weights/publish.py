@@ -18,7 +18,7 @@ from typing import Any
 
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir
-from miles.weights.acks import Ack, read_acks
+from miles.weights.acks import Ack, read_acks, serving
 from miles.weights.broadcast import BroadcastGroup
 from miles.weights.choose import Figure, choose, ways
 from miles.weights.p2p.filled import Filled
@@ -43,9 +43,11 @@ class Publisher:
     """Holds the last state that was gathered on the host, once: the base of the next delta, and what a late engine is sent. After a version that was not
     gathered (p2p) it holds none."""
 
-    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0):
-        """`after`: a version that was published for certain, whatever is left of the files."""
-        self._run, self._epoch, self._store, self._wake, self._checksum = run, epoch, store, wake, engine_checksum
+    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0,
+                 checksum_of: dict[str, Any] | None = None):
+        """`after`: a version that was published for certain, whatever is left of the files. checksum_of: how an engine's checksum follows from the bytes of a
+        version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it."""
+        self._run, self._epoch, self._store, self._wake, self._checksum, self._checksum_of = run, epoch, store, wake, engine_checksum, checksum_of
         self._config = run.config.weights
         self._state: State | None = None
         self._step = 0
@@ -60,8 +62,8 @@ class Publisher:
 
     def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Published:
         """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
-        that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version. note: why they were not sent
-        point to point, where they should have been."""
+        that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version. note: why they were not
+        sent point to point, where they should have been."""
         start, way = time.monotonic(), self._way
         self._trial = self._all_serve(self._acks())
         if way != "disk":
@@ -83,10 +85,10 @@ class Publisher:
         """The rollout epoch whose ranks are to be sent the next version point to point: all of them serve the version before."""
         return self._run.current_epoch(Role.ROLLOUT) if self._way == "p2p" and self.version and self._all_serve(self._acks()) else None
 
-    def publish_filled(self, step: int, filled: Filled, seconds: float, checksum_of: dict[str, Any] | None) -> Published:
-        """Publish what the rollout ranks were filled with. seconds: that took; checksum_of: how an engine's checksum follows from its bytes, if it does."""
+    def publish_filled(self, step: int, filled: Filled, seconds: float) -> Published:
+        """Publish what the rollout ranks were filled with. seconds: that took."""
         start, self._trial = time.monotonic(), True
-        extra = {"p2p": {"link": filled.link, "serial": filled.serial, "receivers": filled.receivers}, "checksum_of": checksum_of}
+        extra = {"p2p": {"link": filled.link, "serial": filled.serial, "receivers": filled.receivers}, "checksum_of": self._checksum_of}
         m = self._store.publish_filled(self.version + 1, step, filled.tensors, self._epoch, base=self.version, extra=lambda: extra)
         self._wake()
         self._state, self._on_files = None, False
@@ -135,7 +137,7 @@ class Publisher:
 
         def extra() -> dict:  # asked once the tensors are written
             gathered()
-            return {"checksum": self._checksum(self._state)}
+            return {"checksum_of": self._checksum_of}
 
         if delta:
             try:
@@ -148,7 +150,7 @@ class Publisher:
                 self._hold(tensors)
             m = self._store.publish(version, step, self._state, self._epoch, extra=extra)
         self._since_keyframe, self._on_files = self._since_keyframe + 1 if delta else 0, True
-        self._store.retire(self._config.keep_keyframes)
+        self._store.retire(self._config.keep_keyframes, serving(self._run))
         self._wake()
         return m
 

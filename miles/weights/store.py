@@ -4,8 +4,9 @@
     RUN/weights/v000012/weights.safetensors | weights.patch
 
 A keyframe holds every tensor and is an ordinary safetensors file with Hugging Face names. A delta is a patch file (miles.weights.patch)
-against its base version. A version that was broadcast or sent point to point has a manifest and no file: its bytes went over the wire. A folder is renamed into place whole, so a version either exists or does not;
-numbers are never reused, also not after a restart from an older checkpoint, so no version goes backwards.
+against its base version. A version that was broadcast or sent point to point has a manifest and no file: its bytes went over the wire. A folder is renamed
+into place whole, so a version either exists or does not; numbers are never reused, also not after a restart from an older checkpoint, so no version goes
+backwards.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from miles.rundir import RunDir, publish_dir, remove_tree, temp_path
 from miles.rundir.publish import explain_os_errors
 from miles.weights.digest import digest
 from miles.weights.patch import Patch, State, Tensors, write_patch
+from miles.weights.retention import expired
 
 _KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
 FILES = ("keyframe", "delta")
@@ -39,7 +41,8 @@ FILES = ("keyframe", "delta")
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """MANIFEST.json. `extra` carries what a transport needs (the address of a broadcast group; which transfer, and what each
-    receiver has got by it) and the engines' expected checksum. A tensor's digest is of its bytes (digest.digest), or of the digests of its pieces in order (p2p)."""
+    receiver has got by it) and the engines' expected checksum. A tensor's digest is of its bytes (digest.digest), or of the digests of its pieces in order
+    (p2p)."""
 
     version: int
     step: int
@@ -77,6 +80,7 @@ class WeightStore:
 
     def __init__(self, run: RunDir):
         self._run, self._dir = run, run.weights_dir
+        self._keyframes: dict[int, bool] = {}  # of versions whose manifest was read for it
 
     # -- reading -------------------------------------------------------------------------------------------------------------
     def versions(self) -> list[int]:
@@ -114,19 +118,22 @@ class WeightStore:
             at = m.base
         return out[::-1]
 
-    def read(self, manifest: Manifest, base: State, held: Manifest | None = None) -> Step:
+    def patch_file(self, manifest: Manifest) -> Path:
+        return self._path(manifest.version) / _DELTA
+
+    def read(self, manifest: Manifest, base: State, held: Manifest | None = None, memory: Callable[[int], Any] = bytearray) -> Step:
         """Go on to `manifest`'s version from its base's state (unused for a keyframe). Every digest is checked.
 
         A delta changes `base`'s tensors in place where it can, and `Step.undo` takes that back; `base` must own its memory.
-        held: the manifest that `base` was verified by, if any: its digests must be those the delta was made against.
-        Raises StructureError otherwise, with `base` as it was.
+        held: the manifest that `base` was verified by, if any: its digests must be those the delta was made against. memory: makes the bytes of a keyframe.
+        Raises StructureError otherwise, with `base` as it was; FileNotFoundError when the version was removed meanwhile.
         """
         folder = self._path(manifest.version)
         if manifest.encoding == "keyframe":
-            state = _load_keyframe(folder / _KEYFRAME, manifest)
+            state = _load_keyframe(folder / _KEYFRAME, manifest, memory)
             step = Step(state, set(state), lambda: None)
         else:
-            patch = Patch(folder / _DELTA, manifest.file_size, manifest.file_digest)
+            patch = Patch(self.patch_file(manifest), manifest.file_size, manifest.file_digest)
             state, changed = patch.apply(base, {n: i["digest"] for n, i in held.tensors.items()} if held is not None else None)
             step = Step(state, changed, patch.undo)
         wrong = [n for n in state.keys() | manifest.tensors.keys() if n not in state or n not in manifest.tensors]
@@ -169,28 +176,28 @@ class WeightStore:
                 m = Manifest(version, step, base, encoding, epoch, time.time(), tensors, size, file_digest, extra())
                 m = msgspec.structs.replace(m, mark=_mark(m))
                 (tmp / "MANIFEST.json").write_bytes(msgspec.json.encode(m))
+                self._run.check_epoch(Role.TRAINER, epoch)  # again: writing may have taken long
             except BaseException:
                 shutil.rmtree(tmp, ignore_errors=True)
                 raise
         publish_dir(tmp, final)
         return m
 
-    def retire(self, keep_keyframes: int) -> list[int]:
-        """Remove versions older than the `keep_keyframes`-th newest keyframe. Returns those removed."""
+    def retire(self, keep_keyframes: int, serving: Iterable[int] = ()) -> list[int]:
+        """Remove the versions that nobody needs (miles.weights.retention). Returns those removed."""
         versions = self.versions()
-        keyframes = [v for v in versions if self._is_keyframe(v)]
-        if len(keyframes) <= keep_keyframes:
-            return []
-        gone = [v for v in versions if v < keyframes[-keep_keyframes]]
+        gone = expired(versions, [v for v in versions if self._is_keyframe(v)], keep_keyframes, serving)
         for v in gone:
             remove_tree(self._path(v))
         return gone
 
     def _is_keyframe(self, version: int) -> bool:
-        try:
-            return self.manifest(version).encoding == "keyframe"
-        except (FileNotFoundError, StructureError):
-            return False  # nobody can read it
+        if version not in self._keyframes:
+            try:
+                self._keyframes[version] = self.manifest(version).encoding == "keyframe"
+            except (FileNotFoundError, StructureError):
+                return False  # nobody can read it
+        return self._keyframes[version]
 
     def _path(self, version: int) -> Path:
         return self._dir / f"v{version:06d}"
@@ -234,11 +241,17 @@ def _save_keyframe(path: Path, state: State) -> _Saved:
         return _describe(state), len(data), xxhash.xxh3_128_hexdigest(data)
 
 
-def _load_keyframe(path: Path, manifest: Manifest) -> State:
+def _load_keyframe(path: Path, manifest: Manifest, memory: Callable[[int], Any]) -> State:
     """The tensors in memory of their own, not in a mapping of the file: the file may be retired, and patches change them in place."""
-    data = bytearray(manifest.file_size)
-    with open(path, "rb") as f:
-        complete = f.readinto(data) == len(data) and not f.read(1)
+    data = memory(manifest.file_size)
+    try:
+        with open(path, "rb") as f:
+            complete = f.readinto(data) == len(data) and not f.read(1)
+    except FileNotFoundError:
+        raise
+    except OSError as e:  # as where a network file system has lost the file in the middle
+        raise StructureError(f"{path} cannot be read: {e}", "the file as it was published", "the version is skipped; the next keyframe repairs it",
+                             cause="patch-file") from e
     if not complete or xxhash.xxh3_128_hexdigest(data) != manifest.file_digest:
         raise StructureError(f"{path} does not match its manifest", f"{manifest.file_size} bytes with digest {manifest.file_digest}",
                              "the version is skipped; the next keyframe repairs it", cause="patch-file")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles.config import load_config
-from miles.config.precision import FORMATS, HIGH_PRECISION, LEGAL, folder_problems, high_precision, is_quantized, refusal, together, unmatched
+from miles.config.precision import FORMATS, HIGH_PRECISION, LEGAL, folder_problems, high_precision, is_quantized, refusal, unmatched
 from miles.config.shape import FAMILIES, KNOWN_MODELS
 from miles.core import ConfigError
 
@@ -86,12 +86,6 @@ def test_a_folder_of_engines_must_have_the_parts_of_what_is_quantized_and_no_sca
     assert folder_problems(source, good, "fp8", (*patterns, "q_proj", "slip")) == [
         "the high-precision pattern 'slip' matches no tensor of the model",
         "l.q_proj.weight is sent in high precision; the engines' folder has l.q_proj.weight_scale_inv"]
-
-
-def test_the_parts_of_a_quantized_weight_go_together():
-    known = ["a.weight", "a.weight_scale_inv", "b.weight", "b.weight_packed", "b.weight_scale", "b.bias"]
-    assert together(["a.weight_scale_inv"], known) == {"a.weight", "a.weight_scale_inv"}
-    assert together(["a.weight", "b.bias"], known) == {"a.weight", "a.weight_scale_inv", "b.bias"}
 
 
 def test_glm52_is_one_of_the_families():

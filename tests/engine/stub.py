@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 from aiohttp import web
 
+from miles.core import StructureError
 from miles.engine import ModelShape
 from miles.engine.digest import VOCABULARY_ROWS, combined_checksum, fusion_plan
+from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE
 
 TOKEN = "stub-token"
 
@@ -188,13 +190,34 @@ class StubEngine:
         from safetensors.numpy import load_file
 
         body = await request.json()
-        for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
-            self.weights |= load_file(file)
+        if body["load_format"] == PATCH_FORMAT:
+            if why := self._apply_patch(Path(body["model_path"])):
+                return web.json_response({"success": False, "message": why, "num_paused_requests": 0})
+        else:
+            for file in sorted(Path(body["model_path"]).glob("*.safetensors")):
+                self.weights |= load_file(file)
         self.version = int(body["weight_version"])
         self.say("weights", version=self.version)
         return web.json_response({"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0})
 
+    def _apply_patch(self, path: Path, rehearsal: bool = False) -> str:
+        """Why it was refused."""
+        import torch
+
+        from miles.weights.patch import Patch
+
+        try:
+            state, _ = Patch(path).apply({n: torch.from_numpy(w.copy()) for n, w in self.weights.items()})
+        except StructureError as e:
+            return str(e)
+        if not rehearsal:
+            self.weights = {n: t.numpy() for n, t in state.items()}
+        return ""
+
     async def _checksums(self, request: web.Request) -> web.Response:
+        if (action := (await request.json())["action"]).startswith(REHEARSE):
+            said = self._apply_patch(Path(action.removeprefix(REHEARSE)), rehearsal=True) or READY
+            return web.json_response({"success": True, "message": "", "ranks": [{"checksums": {"rehearsal": said}, "per_gpu_checksum": said}]})
         found = checksums(self.weights, self.tied)
         ranks = [{"checksums": found, "per_gpu_checksum": combined_checksum(found)}]
         return web.json_response({"success": True, "message": "", "ranks": ranks})

@@ -18,15 +18,17 @@ from safetensors.torch import load_file, save_file
 import miles.engine.process
 from miles.core import EnvironmentFault, StructureError
 from miles.engine import EngineClient, EngineProcess, KeyRequired, Sampling
-from miles.engine.client import handover_folder
+from miles.engine.handover import handover_folder
 from miles.engine.digest import combined_checksum, expected_checksums, require_equal
 from miles.engine.process import _group_members
 from miles.engine.wire import parse_reply
 from miles.models.draft import add_draft_layer
 from miles.models.tiny_moe import build
+from miles.weights.digest import bits
 from miles.weights.p2p.image import Image
 from miles.weights.p2p.plan import Tensor
 from miles.weights.p2p.receivers import whole
+from miles.weights.patch import write_patch
 from tests.engine.conftest import TOKEN
 from tests.engine.stub import TOKEN as STUB_TOKEN
 from tests.engine.stub import StubEngine
@@ -254,7 +256,6 @@ def test_an_image_is_loaded_and_loaded_again_when_it_was_written_over(engine, we
             new = changed(weights, seed)
             for name, tensor in new.items():
                 image.write(name, tensors[name].whole, tensor.reshape(-1).numpy().view(np.uint8))
-            engine.client.check_tensors(image.described())
             engine.run(engine.client.pause("in_place"))
             engine.run(engine.client.update_from_folder(image.folder, version))
             assert engine.run(engine.client.checksums()) == expected_checksums(new) == expected_checksums(image.state())
@@ -262,6 +263,34 @@ def test_an_image_is_loaded_and_loaded_again_when_it_was_written_over(engine, we
     finally:
         image.close()
         engine.run(_restore(engine, weights))
+
+
+def nudged(tensor, every):
+    """A step in the last place of every so many elements."""
+    out = tensor.clone()
+    bits(out)[::every] += 1
+    return out
+
+
+@pytest.mark.parametrize("rehearsed", [True, False])
+def test_a_patch_is_applied_to_the_engines_own_memory_or_refused_and_nothing_changed(engine, weights, tmp_path, rehearsed):
+    new = {n: nudged(t, 50) for n, t in weights.items()}
+    with open(tmp_path / "patch", "wb") as f:
+        write_patch(f, new.items(), weights)
+    before = engine.run(engine.client.checksums())
+    if rehearsed:
+        engine.run(engine.client.rehearse_patch(tmp_path / "patch"))
+        assert engine.run(engine.client.checksums()) == before
+    engine.run(engine.client.pause("in_place"))
+    engine.run(engine.client.apply_patch(tmp_path / "patch", 8))
+    assert engine.run(engine.client.checksums()) == expected_checksums(new) and engine.run(engine.client.refresh_version()) == 8
+    with open(tmp_path / "patch", "wb") as f:
+        write_patch(f, ((n, nudged(t, 70)) for n, t in new.items()), {n: nudged(t, 33) for n, t in weights.items()})  # not a base that the engine has
+    with pytest.raises(EnvironmentFault, match="does not become what the trainer had"):
+        engine.run(engine.client.rehearse_patch(tmp_path / "patch") if rehearsed else engine.client.apply_patch(tmp_path / "patch", 9))
+    assert engine.run(engine.client.checksums()) == expected_checksums(new) and engine.run(engine.client.refresh_version()) == 8
+    engine.run(engine.client.resume())
+    engine.run(_restore(engine, weights))
 
 
 def test_weights_by_gloo_broadcast(engine, weights):

@@ -17,7 +17,7 @@ from miles.buffer import BufferWriter, TrainerQueue, write_part
 from miles.cluster.progress import progress
 from miles.config import load_config
 from miles.core import ConfigError, EnvironmentFault, StaleEpochError
-from miles.engine import client
+from miles.engine import client, handover
 from miles.log import RunLog
 from miles.rundir import RunDir, publish_bytes, remove_unfinished, temp_path
 from miles.session import SessionStore
@@ -129,9 +129,9 @@ def test_on_a_full_disk_each_writer_says_what_to_do_and_what_was_there_stays(dis
 def test_weights_that_find_no_room_on_their_way_to_an_engine_say_so(disk, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "num_hidden_layers": 1}))
     save_file(state(), tmp_path / "model.safetensors")
-    monkeypatch.setattr(client, "HANDOVER", disk)
+    monkeypatch.setattr(handover, "HANDOVER", disk)
     fill(disk)
-    with pytest.raises(EnvironmentFault, match="(?s)cannot hand weights over.*enlarge"):
+    with pytest.raises(EnvironmentFault, match="(?s)cannot hand them over.*enlarge"):
         asyncio.run(client.EngineClient("http://127.0.0.1:1", "token", tmp_path, max_context=8).update_tensors(state(1), 2))
     assert [p.name for p in disk.iterdir()] == ["filler"]
 

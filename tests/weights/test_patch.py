@@ -215,6 +215,17 @@ def test_a_flipped_bit_in_any_byte_is_refused(path, small, known):
         assert refused_or_exact(path, old, new, written if known else None), i
 
 
+def test_a_check_finds_a_flipped_bit_in_any_byte_without_a_base(path, small):
+    data = path.read_bytes()
+    Patch(path).check()
+    for i in range(0, 8 * len(data), 7):
+        flipped = bytearray(data)
+        flipped[i // 8] ^= 1 << i % 8
+        path.write_bytes(flipped)
+        with pytest.raises(StructureError):
+            Patch(path).check()
+
+
 def test_every_truncation_and_a_longer_file_are_refused(path, small):
     old, new, _ = small
     data = path.read_bytes()

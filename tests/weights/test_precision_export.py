@@ -1,6 +1,11 @@
 """Quantized weights on their way: export, patches, folders."""
 
 import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +15,7 @@ from miles.config import load_config
 from miles.core import ConfigError, StructureError
 from miles.engine.params import read_parameters
 from miles.rundir import RunDir
+from miles.weights.acks import Ack, read_acks, write_ack
 from miles.weights.follow import Follower
 from miles.weights.precision import fp8_block, mxfp8
 from miles.weights.precision.export import Export
@@ -20,10 +26,10 @@ from miles.weights.store import WeightStore
 Q, EMBED, NORM = "model.layers.0.self_attn.q_proj.weight", "model.embed_tokens.weight", "model.norm.weight"
 
 
-def model(seed, moved=1.0):
+def model(seed):
     g = torch.Generator().manual_seed(seed)
     out = {EMBED: torch.randn(16, 32, generator=g), Q: torch.randn(200, 160, generator=g), NORM: torch.ones(32)}
-    out[Q][0, 0] = 5.0 * moved
+    out[Q][0, 0] = 5.0
     return {n: t.bfloat16() for n, t in out.items()}
 
 
@@ -65,19 +71,35 @@ def test_a_chain_of_patches_gives_weight_and_scale_of_each_version_bit_for_bit(r
         assert torch.equal(follower.state[Q + "_scale_inv"], expected["weight_scale_inv"])
 
 
-@pytest.mark.parametrize("moved", [1.0 + 2**-5, 2.0])
-def test_weight_and_scale_are_handed_to_the_engine_together_also_where_only_one_changed(run, moved):
-    """The largest element of a block moves: its scale does, and hardly another element's byte. Or one small element moves, and no scale."""
-    publisher = Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: "")
-    export, follower = Export.of(run.config, "llama"), Follower(WeightStore(run))
-    publisher.publish(0, export(model(1).items()))
-    follower.advance(1)
-    publisher.publish(1, export(model(1, moved).items()))
-    assert follower.advance(2)[1] == {Q, Q + "_scale_inv"}
-    small = model(1, moved)
-    small[Q][1, 1] += 1.0
-    publisher.publish(2, export(small.items()))
-    assert follower.advance(3)[1] == {Q, Q + "_scale_inv"}
+def test_a_broadcast_gives_weight_and_scale_of_each_version_bit_for_bit(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (
+        f"run.root={tmp_path}", "weights.transport=broadcast", "cluster.rollout.nodes=1", "model.trainer_precision=bf16", "model.rollout_precision=fp8",
+        "model.rollout_path=/models/fp8", "weights.ack_timeout_s=60")))
+    epoch = run.new_epoch("rollout")
+    publisher, export = Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: ""), Export.of(run.config, "llama")
+    publisher.publish(0, export(model(0).items()))
+    write_ack(run, Ack(0, epoch, 0, 1, ""))
+    end = subprocess.Popen([sys.executable, str(Path(__file__).with_name("quantized_end.py")), str(run.path), "3"],
+                           env={**os.environ, "PYTHONPATH": str(Path.cwd())})
+    try:
+        for version in (2, 3):
+            weights = model(version)
+            while read_acks(run)[0].version < version - 1:
+                assert end.poll() is None
+                time.sleep(0.01)
+            sent = publisher.publish(version - 1, export(weights.items()))
+            assert (sent.version, sent.transport, sent.note) == (version, "broadcast", "")
+        assert end.wait(timeout=60) == 0
+    finally:
+        end.kill()
+    for version in (2, 3):
+        weights, got = model(version), load_file(run.path / f"got{version}.safetensors")
+        parts = fp8_block.quantize(weights[Q])
+        assert sorted(got) == sorted([EMBED, Q, Q + "_scale_inv", NORM]) and torch.equal(got[EMBED], weights[EMBED]) and torch.equal(got[NORM], weights[NORM])
+        assert torch.equal(got[Q].view(torch.uint8), parts["weight"].view(torch.uint8)) and torch.equal(got[Q + "_scale_inv"], parts["weight_scale_inv"])
+        scale = got[Q + "_scale_inv"].repeat_interleave(128, 0).repeat_interleave(128, 1)[:200, :160]
+        worth = got[Q].float() * scale
+        assert (worth - weights[Q].float()).abs().max() <= 2**-4 * weights[Q].float().abs().max()  # e4m3 has 3 bits of mantissa: half a step is a sixteenth
 
 
 @pytest.fixture

@@ -20,6 +20,9 @@ from miles.weights.publish import NOT_SERVED, Publisher
 from miles.weights.store import WeightStore
 
 
+HOW = {"dtype": "float32", "tied": False}
+
+
 def state(seed):
     g = torch.Generator().manual_seed(seed)
     return {"a": torch.randn(8, 4, generator=g), "b": torch.randn(3, generator=g).bfloat16()}
@@ -29,7 +32,7 @@ def make(tmp_path, transport, **kw):
     run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"weights.transport={transport}", "weights.keyframe_every=3",
                                                                 *(f"{k}={v}" for k, v in kw.items()))))
     wakes = []
-    return run, wakes, Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: wakes.append(1), lambda s: "sum")
+    return run, wakes, Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: wakes.append(1), lambda s: "sum", checksum_of=HOW)
 
 
 def test_disk_writes_a_keyframe_first_then_deltas_then_a_keyframe_again(tmp_path):
@@ -39,7 +42,7 @@ def test_disk_writes_a_keyframe_first_then_deltas_then_a_keyframe_again(tmp_path
     store = WeightStore(run)
     assert [store.manifest(v).encoding for v in store.versions()] == ["keyframe", "delta", "delta", "keyframe", "delta"]
     assert [store.manifest(v).base for v in store.versions()] == [None, 1, 2, None, 4]
-    assert store.manifest(5).extra["checksum"] == "sum" and len(wakes) == 5
+    assert store.manifest(5).extra == {"checksum_of": HOW} and len(wakes) == 5
 
 
 def test_beside_the_state_that_is_held_there_are_a_few_tensors_at_a_time(tmp_path):
@@ -156,11 +159,11 @@ def test_what_ranks_were_filled_with_becomes_a_version_and_the_gathered_state_is
     run, wakes, p = make(tmp_path, "p2p")
     run.new_epoch("rollout")
     p.publish(0, state(0).items())
-    sent = p.publish_filled(1, FILLED, 2.5, {"dtype": "float32", "tied": False})
+    sent = p.publish_filled(1, FILLED, 2.5)
     assert (sent.version, sent.transport, sent.bytes, sent.note) == (2, "p2p", 16, "") and sent.seconds >= 2.5 and len(wakes) == 2 and p._state is None
     m = WeightStore(run).manifest(2)
     assert (m.encoding, m.base, m.step, m.extra) == ("p2p", 1, 1, {"p2p": {"link": "1.1", "serial": 1, "receivers": ["d0", "d1"]},
-                                                                   "checksum_of": {"dtype": "float32", "tied": False}})
+                                                                   "checksum_of": HOW})
     assert WeightStore(run).chain(2, 1) is None
 
 
@@ -168,7 +171,7 @@ def test_a_version_that_was_not_filled_goes_by_broadcast_and_when_nobody_joins_b
     run, _, p = make(tmp_path, "p2p", **{"weights.ack_timeout_s": 1})
     run.new_epoch("rollout")
     p.publish(0, state(0).items())
-    p.publish_filled(1, FILLED, 0.0, None)
+    p.publish_filled(1, FILLED, 0.0)
     served(run, 2)
     sent = p.publish(2, state(1).items(), note="receiver 1: no room")
     assert (sent.version, sent.transport) == (4, "disk") and sent.note.startswith("receiver 1: no room; ") and "not all 2 engines joined" in sent.note
@@ -185,7 +188,7 @@ def test_whether_an_engine_waits_for_a_keyframe(tmp_path, rollout, version, erro
     run, _, p = make(tmp_path, "p2p")
     run.new_epoch("rollout")
     p.publish(0, state(0).items())
-    p.publish_filled(1, FILLED, 0.0, None)
+    p.publish_filled(1, FILLED, 0.0)
     for _ in range(rollout - 1):
         run.new_epoch("rollout")
     served(run, version, rollout, error)
@@ -237,7 +240,7 @@ def test_auto_measures_until_every_engine_serves_keeps_the_fastest_and_says_so(t
         for step in range(1, 7):
             while not p._all_serve(p._acks()):
                 time.sleep(0.01)
-            sent.append(p.publish_filled(step, FILLED, 0.0, None) if p.fillable() else p.publish(step, state(step).items()))
+            sent.append(p.publish_filled(step, FILLED, 0.0) if p.fillable() else p.publish(step, state(step).items()))
     finally:
         engines.ended.set()
         engines.join()

@@ -1,9 +1,11 @@
 import json
+import mmap
 import random
+import weakref
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 
 from miles.config import load_config
 from miles.core import StaleEpochError, StructureError
@@ -67,6 +69,61 @@ def test_a_reader_follows_keyframe_and_deltas_and_may_skip_versions(run, store):
     assert equal(late.state, s3)
 
 
+@pytest.mark.parametrize("next_is", ["keyframe", "a delta to another base"])
+def test_a_reader_never_holds_two_copies_also_when_it_reads_a_keyframe(store, next_is):
+    made = []
+
+    def memory(size):
+        made.append(weakref.ref(m := mmap.mmap(-1, size)))
+        assert sum(r() is not None for r in made) == 1
+        return m
+
+    f = Follower(store, memory)
+    s1, s2, s3 = state(1), state(2), bump(state(2))
+    store.publish(1, 0, s1, 1)
+    f.advance(1)
+    store.publish(2, 1, s2, 1)
+    if next_is == "keyframe":
+        f.advance(2)
+        assert equal(f.state, s2) and len(made) == 2
+    else:
+        delta(store, 3, s3, s2, base=2)
+        f.version = 2  # claims it, and is wrong: found out while the delta is applied
+        f.advance(3)
+        assert equal(f.state, s3) and len(made) == 2
+
+
+def test_the_copy_stays_where_the_keyframe_was_read_to_also_under_dense_patches(store):
+    memory = []
+    f = Follower(store, lambda size: memory.append(bytearray(size)) or memory[-1])
+    states = [state(seed) for seed in range(3)]
+    store.publish(1, 0, states[0], 1)
+    f.advance(1)
+    for version in (2, 3):
+        delta(store, version, states[version - 1], states[version - 2], base=version - 1)
+    f.advance(3)
+    assert equal(f.state, states[2]) and len(memory) == 1 and equal(load(bytes(memory[0])), states[2])
+
+
+def test_a_delta_with_other_tensors_than_its_keyframe_is_refused(store):
+    s1 = state(1)
+    store.publish(1, 0, s1, 1)
+    delta(store, 2, {**bump(s1), "c": torch.ones(2)}, s1, base=1)
+    f = Follower(store)
+    f.advance(1)
+    with pytest.raises(StructureError, match="other tensors than the keyframe.*'c'"):
+        f.advance(2)
+
+
+def test_a_keyframe_that_cannot_be_read_is_refused_as_a_damaged_one_is(run, store):
+    store.publish(1, 0, state(1), 1)
+    path = run.weights_dir / "v000001" / "weights.safetensors"
+    path.unlink()
+    path.mkdir()  # reading it is an error of the operating system
+    with pytest.raises(StructureError, match="cannot be read"):
+        Follower(store).advance(1)
+
+
 def test_only_changed_tensors_are_named(store):
     s1 = state(1)
     s2 = {**s1, "b.weight": bump(s1)["b.weight"]}
@@ -123,6 +180,12 @@ def test_an_old_trainer_cannot_publish(run, store):
     with pytest.raises(StaleEpochError):
         store.publish(1, 0, state(1), 1)
     assert store.versions() == []
+
+
+def test_a_trainer_that_is_given_up_for_dead_while_it_writes_publishes_nothing(run, store):
+    with pytest.raises(StaleEpochError):
+        store.publish(1, 0, state(1), 1, extra=lambda: {"epoch": run.new_epoch("trainer")})
+    assert list(run.weights_dir.iterdir()) == []
 
 
 def test_retention_keeps_what_the_kept_keyframes_need(store):
@@ -214,7 +277,7 @@ def test_random_versions_skipped_damaged_and_lost_leave_readers_at_exact_states(
                 except (StructureError, FileNotFoundError):
                     refused += 1
                     got = None
-                assert f.version == (target if got is not None else before)
+                assert f.version == target if got is not None else f.version in (before, None)
                 reached += got is not None
             assert f.version is None or equal(f.state, truth[f.version])
     assert reached > 20 and refused > 5

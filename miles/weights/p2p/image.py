@@ -73,10 +73,6 @@ class Image:
             out[name] = torch.from_numpy(self._bytes(name)).view(getattr(torch, tensor.dtype)).view(shape)
         return out
 
-    def described(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Name -> (shape, dtype) of every tensor."""
-        return {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in self.state().items()}
-
     def close(self) -> None:
         """Remove the file. The mapping ends with the last view of it."""
         with contextlib.suppress(FileNotFoundError):
