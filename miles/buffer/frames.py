@@ -5,9 +5,8 @@
     body     the arrays of the leaves, one after the other
 
 Of each trajectory (leaf) the body holds tokens int32 [T], loss_mask uint8 [T], logprobs float32 [T], versions int32 [T] and, unless the model is
-dense, the routes: the blob of `miles.buffer.routes`, whose layers can be read one by one. Scalars are in `record`. `digest` is the xxh3-128 of record,
-arrays and the header of the routes, which holds a digest of each of their layers: a reader of some layers has verified all that it returns. Tokens,
-masks and versions are zstd-compressed; log-probabilities do not compress and are stored as they are.
+dense, the routes: the blob of `miles.buffer.routes`, of which some layers and some rows can be read alone. Scalars are in `record`. `digest` is the xxh3-128
+of record, arrays and the header of the routes, which holds a digest of each of their blocks: who reads some has verified all that it returns. Tokens, masks and versions are zstd-compressed; log-probabilities do not compress and are stored as they are.
 
 A frame that was cut short (kill -9, full disk) has no whole header, or ends after its file does, and is not believed.
 """
@@ -16,9 +15,10 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ import zstandard
 
 from miles.core import StructureError, Trajectory
 from miles.rundir.publish import Buffer
+
+if TYPE_CHECKING:
+    from miles.buffer.routes import Ranges
 
 ARRAYS = {"tokens": "<i4", "loss_mask": "<u1", "logprobs": "<f4", "versions": "<i4"}
 PLAIN = ("logprobs",)
@@ -119,11 +122,14 @@ def summary(leaf: Leaf) -> dict:
     return {**msgspec.json.decode(leaf.record), "length": leaf.length}
 
 
-def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int] | None) -> Trajectory:
-    """One trajectory, verified. `layers`: the MoE layers whose routes are read. Raises StructureError (cause `digest`)."""
+def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int] | None = None,
+                rows: Callable[[int], Ranges] | None = None) -> tuple[Trajectory, np.ndarray | None]:
+    """One trajectory without its routes, verified, and the routes [chosen rows, chosen layers, K] of it. `layers`: the MoE layers whose routes are read;
+    `rows(T - 1)`: the rows. Raises StructureError (cause `digest`)."""
     where, (*sizes, routes_size) = f"{place.segment}, byte {place.offset}", leaf.sizes
     at = place.body + leaf.start
-    first = sum(sizes) + (routes_size if layers is None else 0)  # one read where all of it is wanted
+    whole = layers is None and rows is None
+    first = sum(sizes) + (routes_size if whole else 0)  # one read where all of it is wanted
     data, arrays = memoryview(os.pread(fd, first, at)), {}
     if len(data) < first:
         raise damaged(where)
@@ -141,14 +147,15 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
     if routes_size:
         from miles.buffer.routes import RouteReader  # numba takes its time to import, and who reads journals needs none
 
-        routes = RouteReader(np.frombuffer(data, np.uint8) if layers is None else _Stored(fd, at + sum(sizes), routes_size))
+        routes = RouteReader(np.frombuffer(data, np.uint8) if whole else StoredBytes(fd, at + sum(sizes), routes_size))
     record = leaf.record.encode()
     if _digest(record, list(arrays.values()), routes.header if routes else None) != leaf.digest:
         raise damaged(where)
     scalars = msgspec.json.decode(record)
     for derived in ("oldest_version", "routes_shape"):
         scalars.pop(derived)
-    return Trajectory(**scalars, **arrays, routes=None if routes is None else routes.read(layers))
+    found = None if routes is None else routes.read(layers, rows(leaf.length - 1) if rows else None)
+    return Trajectory(**scalars, **arrays, routes=None), found
 
 
 def damaged(where: str) -> StructureError:
@@ -166,7 +173,7 @@ def _zstd() -> SimpleNamespace:
     return _local.zstd
 
 
-class _Stored:
+class StoredBytes:
     """Bytes `start .. start + size` of an open file, read as they are sliced."""
 
     def __init__(self, fd: int, start: int, size: int):

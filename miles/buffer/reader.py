@@ -6,12 +6,18 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import numpy as np
 
 from miles.buffer.frames import decode_leaf, read_frame
 from miles.buffer.storage import Sealed, parts_dir, read_sealed
 from miles.core import Group, Trajectory
+
+if TYPE_CHECKING:
+    from miles.buffer.routes import Ranges
 
 THREADS = 4
 K, V = TypeVar("K"), TypeVar("V")
@@ -42,21 +48,32 @@ class GroupReader:
         """Raises FileNotFoundError; StructureError (cause `digest`): torn or damaged."""
         return self._sealed(group_id)
 
-    def trajectory(self, group_id: int, index: int, layers: slice | Sequence[int] | None = None) -> Trajectory:
-        """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers), verified.
+    def slice(self, group_id: int, index: int, layers: slice | Sequence[int] | None = None,
+              rows: Callable[[int], Ranges] | None = None) -> tuple[Trajectory, np.ndarray | None]:
+        """The `index`-th trajectory of a sealed group (index counts stored trajectories, not sample numbers) without its routes, verified, and of its routes
+        those of the MoE layers `layers` (0 .. L-1) at the rows `rows(T - 1)`, all by default; only these are read and verified.
 
-        `layers`: the MoE layers (0 .. L-1) whose routes are read and verified, all by default; `routes` then has these layers alone.
         Raises FileNotFoundError; StructureError (cause `digest`) when bytes do not match.
         """
         sealed = self.sealed(group_id)
         wanted = sealed.summaries[index]
         place = next(p for p in sealed.places if p.sample == wanted["sample"])
         fd = self._segments(place.segment)
-        return decode_leaf(fd, place, read_frame(fd, parts_dir(self._dir), place, group_id).leaves[wanted["leaf"]], layers)
+        return decode_leaf(fd, place, read_frame(fd, parts_dir(self._dir), place, group_id).leaves[wanted["leaf"]], layers, rows)
 
-    def trajectories(self, wanted: Iterable[tuple[int, int]], layers: slice | Sequence[int] | None = None) -> list[Future[Trajectory]]:
+    def slices(self, wanted: Iterable[tuple[int, int]], layers: slice | Sequence[int] | None = None,
+               rows: Callable[[int], Ranges] | None = None) -> list[Future[tuple[Trajectory, np.ndarray | None]]]:
+        """`slice` of each (group, index), in this order, done in threads."""
+        return [self._threads.submit(self.slice, group, index, layers, rows) for group, index in wanted]
+
+    def trajectory(self, group_id: int, index: int) -> Trajectory:
+        """The `index`-th trajectory of a sealed group, whole. Raises like `slice`."""
+        trajectory, routes = self.slice(group_id, index)
+        return replace(trajectory, routes=routes)
+
+    def trajectories(self, wanted: Iterable[tuple[int, int]]) -> list[Future[Trajectory]]:
         """`trajectory` of each (group, index), in this order, done in threads."""
-        return [self._threads.submit(self.trajectory, group, index, layers) for group, index in wanted]
+        return [self._threads.submit(self.trajectory, group, index) for group, index in wanted]
 
 
 def read_group(buffer_dir: Path, group_id: int) -> Group:

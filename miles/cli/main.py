@@ -336,7 +336,7 @@ def resume(run: str, config: Path | None, overrides: tuple[str, ...], here: bool
 
     found = find_run(run)
     check_resume(found, load_config(config or found.path / "run.toml", overrides))
-    refuse(preflight(found.config, load_site(found.config.cluster.site), "local" if here else "slurm"))
+    refuse(preflight(found.config, load_site(found.config.cluster.site), "local" if here else "slurm", run=found.path.name))
     if here:
         _run_here(found, watch)
     _queue(found, found.path / "run.toml", watch, wait, as_json)

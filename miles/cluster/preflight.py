@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from miles.cluster import launch, slurm
@@ -43,24 +44,27 @@ class Finding:
 Check = Callable[[MilesConfig, SiteConfig], str]
 
 
-def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None, *, pool: bool = False) -> list[Finding]:
+def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None, *, pool: bool = False, run: str = "") -> list[Finding]:
     """Run all checks. `launcher` None: the machine may be another one than the run's; `slurm` or `local`: it starts from here. `pool`: `config` is that of
-    a pool, which has no trainer."""
-    checks: list[tuple[str, Check, bool]] = [  # name, check, needs the run's own machine
-        ("memory", memory, False), ("functions", functions, True), ("tasks", tasks, False),
-        ("model", model, True), ("precision", precision, True), ("template", template, False), ("run root", run_root, True), ("python", python, True),
-        ("sandbox", sandbox, True)]
+    a pool, which has no trainer. `run`: name of the run directory that goes on."""
+    away, cannot_see_nodes = launcher is None, launcher != "local"
+    checks: list[tuple[str, Check, bool]] = [  # name, check, whether it may be wrong about the run's own machine
+        ("memory", memory, False), ("functions", functions, away), ("tasks", tasks, False),
+        ("model", model, away), ("precision", precision, away), ("template", template, False), ("run root", run_root, away), ("python", python, away),
+        ("sandbox", sandbox, away)]
     if config.tasks.kind == "harness":
-        checks.append(("harness", harness, True))
+        checks.append(("harness", harness, away))
+    if config.trainer.optimizer.state == "stream" and not pool:
+        checks.append(("state folder", partial(state_folder, run=run, nodes=config.cluster.trainer.nodes if launcher == "local" else 1), cannot_see_nodes))
     if launcher != "local":
-        checks += [("slurm", slurm_version, True), ("slurm nodes", slurm_pool_nodes if pool else slurm_nodes, True), ("slurm mpi", slurm_mpi, True)]
+        checks += [("slurm", slurm_version, away), ("slurm nodes", slurm_pool_nodes if pool else slurm_nodes, away), ("slurm mpi", slurm_mpi, away)]
     if launcher != "slurm":
-        checks += [("mpi world", local_world, True)]
+        checks += [("mpi world", local_world, away)]
     findings: list[Finding] = []
-    for name, check, here_only in checks:
+    for name, check, lenient in checks:
         if name.startswith("slurm ") and any(f.name == "slurm" and f.status != "ok" for f in findings):
             continue  # no Slurm here: once is enough
-        findings.append(_run(name, check, config, site, here_only and launcher is None))
+        findings.append(_run(name, check, config, site, lenient))
     return findings
 
 
@@ -194,6 +198,20 @@ def run_root(config: MilesConfig, site: SiteConfig) -> str:
     if free < LEAST_FREE_GB:
         raise EnvironmentFault(f"{root} has {free:.1f} GB free", f">= {LEAST_FREE_GB:g} GB", "free space or move run.root")
     return f"{root}: publish works, {free:.0f} GB free"
+
+
+def state_folder(config: MilesConfig, site: SiteConfig, run: str = "", nodes: int = 1) -> str:
+    """Streamed optimizer state can lie where the config says: what a trainer rank asks of its own node when it starts (miles.optim), for all ranks of `nodes`
+    nodes at once, which are this machine. What the run `run` left there is given back then."""
+    from miles.optim import check_folder, folder_of, left_by  # torch: seconds
+
+    plan, base = printable_plan(config, site), Path(config.trainer.optimizer.state_dir or site.scratch)
+    need = plan.disk_per_node_gb * nodes if plan else 0.0
+    left = left_by(folder_of(base, run)) if run else 0
+    found = check_folder(base, need * 1e9 - left, network=config.trainer.optimizer.state_on_network)
+    if plan is None:
+        raise Unknown(f"{found}; how much a node needs is not known, because there is no memory plan")
+    return f"{found}, {need:.3g} GB needed"
 
 
 def python(config: MilesConfig, site: SiteConfig) -> str:

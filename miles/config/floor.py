@@ -154,7 +154,7 @@ def _optimizer(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages:
         return Term("optimizer I/O", 0.0, "GB", site.node_disk_gb_s or 1.0, "site.node_disk_gb_s", "resident state: nothing is read or written")
     a_node = config.cluster.trainer.ranks_per_node * max(sum(streamed_gb(config, m, s, layers) for m in trained_shapes(config, shape)) for s, layers in enumerate(stages))
     return Term("optimizer I/O", 2 * a_node, "GB", site.node_disk_gb_s, "site.node_disk_gb_s",
-                "fp32 parameters and moments, read and written on a node's disk")
+                f"fp32 parameters and {config.trainer.optimizer.moments} moments, read and written on a node's disk")
 
 
 def _weights(config: MilesConfig, site: SiteConfig, shape: ModelShape, density: float) -> Term:

@@ -27,6 +27,7 @@ TRAINER_BYTES = {
 ENGINE_BYTES = {name: f.bytes_per_element for name, f in FORMATS.items()}  # with scales
 GRADIENT_BYTES = 4  # accumulated and reduced in fp32
 STATE_BYTES = 12  # fp32 parameter and two Adam moments
+STREAMED_BYTES = {"fp32": STATE_BYTES, "bf16": 8}  # by the format of the moments
 STREAM_BUFFERS_GB = 3.0  # optimizer buckets being read, computed and written
 RESERVE_GB = 8.0  # CUDA context, NCCL buffers, allocator fragmentation, weight gathering
 CONTEXT_GB = 2.0  # what a process keeps on a shared GPU when it has given its memory back: CUDA context, libraries, NCCL buffers
@@ -155,6 +156,7 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
         problems.append(
             f"streamed optimizer state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
             "use more trainer ranks, or a larger disk (trainer.optimizer.state_dir)"
+            + (", or set trainer.optimizer.moments = 'bf16'" if config.trainer.optimizer.moments == "fp32" else "")
         )
     elif streamed and site.node_disk_gb is None:
         notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
@@ -269,7 +271,7 @@ def _resident_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: ran
 
 def streamed_gb(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:
     """Optimizer state of one rank in a file, which has the parameters always."""
-    return STATE_BYTES * _rank_shard(config, shape, stage, layers) / GB
+    return STREAMED_BYTES[config.trainer.optimizer.moments] * _rank_shard(config, shape, stage, layers) / GB
 
 
 def _rank_shard(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> float:

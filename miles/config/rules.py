@@ -71,6 +71,9 @@ def problems(c: MilesConfig) -> list[str]:
         refuse(f"rollout.max_session_tokens = {c.rollout.max_session_tokens} does not fit a micro-batch of "
                f"{c.trainer.max_tokens_per_microbatch} tokens x cp {lay.cp}", "every trajectory to fit one micro-batch",
                "raise trainer.max_tokens_per_microbatch or trainer.layout.cp")
+    if c.trainer.optimizer.moments == "bf16" and c.trainer.optimizer.state != "stream":
+        refuse("trainer.optimizer.moments = 'bf16' with state = 'resident', whose moments are megatron-core's, in fp32", "state = 'stream'",
+               "set trainer.optimizer.state, or moments = 'fp32'")
     a = c.algorithm
     if a.importance != "none" and a.importance_low >= a.importance_high:
         refuse(f"algorithm: importance_low = {a.importance_low} >= importance_high = {a.importance_high}", "importance_low < importance_high", "change one of them")

@@ -33,7 +33,7 @@ def dev_scale(c: MilesConfig) -> MilesConfig:
     data["buffer"] |= {"capacity_groups": 2 * GROUPS, "keep_trained_gb": min(c.buffer.keep_trained_gb, 1.0)}
     data["trainer"] |= {"groups_per_step": min(c.trainer.groups_per_step, GROUPS), "max_tokens_per_microbatch": 4096}
     data["trainer"]["layout"] = {**small, "cp": 1, "first_stage_layers": None, "last_stage_layers": None}
-    data["trainer"]["optimizer"] |= {"state": "resident"}
+    data["trainer"]["optimizer"] |= {"state": "resident", "moments": "fp32"}
     data["algorithm"] |= {"reference": None}
     if c.algorithm.critic is not None:
         data["algorithm"]["critic"] |= {"path": None, "alone_steps": min(c.algorithm.critic.alone_steps, 1)}

@@ -153,6 +153,8 @@ class OptimizerConfig(Section):
     clip_grad: float = Field(1.0, ge=0, description="Global gradient norm limit; 0 = off.")
     state: Literal["resident", "stream"] = Field("resident", description="fp32 parameters and moments in memory, or streamed to `state_dir` bucket by bucket.")
     state_dir: str = Field("", description="Node-local folder for streamed state; empty: the site profile's `scratch`.")
+    moments: Literal["fp32", "bf16"] = Field("fp32", description="Format of Adam's moments in streamed state: with `bf16` it takes 8 bytes a parameter instead of 12. They are computed in fp32 and rounded stochastically.")
+    state_on_network: bool = Field(False, description="Let `state_dir` be on a network file system (Lustre, NFS), which is refused otherwise: all ranks share its bandwidth. For nodes without a disk.")
 
 
 class MtpConfig(Section):

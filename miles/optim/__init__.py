@@ -4,10 +4,10 @@ The state is working memory, not a checkpoint: a trainer that starts makes it an
 """
 
 from miles.optim.adam import StreamedAdam
-from miles.optim.folder import check_folder, claim, release
+from miles.optim.folder import check_folder, claim, folder_of, left_by, release
 from miles.optim.layout import BucketLayout, Piece
 from miles.optim.saved import SavedFile, SavedState, SavedTensor, file_names, is_saved
 from miles.optim.store import BucketStore, Manifest, Snapshot
 
 __all__ = ["BucketLayout", "BucketStore", "Manifest", "Piece", "SavedFile", "SavedState", "SavedTensor", "Snapshot", "StreamedAdam", "check_folder", "claim", "file_names",
-           "is_saved", "release"]
+           "folder_of", "is_saved", "left_by", "release"]

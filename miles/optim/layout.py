@@ -1,17 +1,19 @@
 """Where the elements of a flat shard lie in a state file: pure arithmetic.
 
-A file is a row of equal blocks, one a bucket; a block holds main, exp_avg and exp_avg_sq side by side, each padded to whole pages.
+A file is a row of equal blocks, one a bucket; a block holds main, exp_avg and exp_avg_sq side by side, each padded to whole pages. Main values are
+float32; moments are float32 or bfloat16.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 PAGE = 4096  # bytes; what O_DIRECT asks of offsets, lengths and addresses
 FIELDS = ("main", "exp_avg", "exp_avg_sq")
-ITEM = 4  # bytes of a float32
+Moments = Literal["fp32", "bf16"]
+WIDTHS: dict[Moments, tuple[int, int, int]] = {"fp32": (4, 4, 4), "bf16": (4, 2, 2)}  # bytes of an element of each field
 
 
 class Piece(NamedTuple):
@@ -25,10 +27,11 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """`sizes`: elements of the tensors of the shard, in order. `bucket`: elements of a bucket at most."""
+    """`sizes`: elements of the tensors of the shard, in order. `bucket`: elements of a bucket at most. `moments`: their format."""
 
     sizes: tuple[int, ...]
     bucket: int
+    moments: Moments = "fp32"
 
     def __post_init__(self):
         assert self.bucket > 0 and all(n >= 0 for n in self.sizes), (self.bucket, self.sizes)
@@ -42,14 +45,23 @@ class BucketLayout:
         return -(-self.elements // self.bucket)
 
     @property
+    def widths(self) -> tuple[int, int, int]:
+        """Bytes of an element of each of FIELDS."""
+        return WIDTHS[self.moments]
+
+    @property
     def stride(self) -> int:
-        """Elements from one field of a block to the next: whole pages."""
-        per_page = PAGE // ITEM
+        """Elements for which each field of a block has room: whole pages of every field."""
+        per_page = PAGE // min(self.widths)
         return -(-min(self.bucket, self.elements) // per_page) * per_page
 
     @property
     def block_bytes(self) -> int:
-        return len(FIELDS) * self.stride * ITEM
+        return sum(self.widths) * self.stride
+
+    def offset(self, field: int, at: int = 0) -> int:
+        """Byte of a block at which element `at` of a field lies."""
+        return sum(self.widths[:field]) * self.stride + self.widths[field] * at
 
     @property
     def file_bytes(self) -> int:
@@ -69,17 +81,7 @@ class BucketLayout:
         return iter(found)
 
 
-def cut(pieces: list[Piece], most: int) -> Iterator[list[Piece]]:
-    """The same elements in the same order, in lists of at most `most` elements."""
-    part, room = [], most
-    for x in pieces:
-        done = 0
-        while done < x.count:
-            count = min(room, x.count - done)
-            part.append(Piece(x.tensor, x.start + done, x.at + done, count))
-            done, room = done + count, room - count
-            if not room:
-                yield part
-                part, room = [], most
-    if part:
-        yield part
+def cut(piece: Piece, most: int) -> Iterator[Piece]:
+    """The same elements in the same order, in pieces of at most `most` elements."""
+    for done in range(0, piece.count, most):
+        yield Piece(piece.tensor, piece.start + done, piece.at + done, min(most, piece.count - done))

@@ -5,7 +5,8 @@
 
 The name is `optimizer`, or that of a second model that is trained.
 
-So writing one is copying a file, with one block in memory, and a rank that reads has one parameter in memory.
+So writing one is copying a file, with one block in memory, and a rank that reads has one parameter in memory. Moments in bf16 are read as the float32
+that they stand for.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import msgspec
 import torch
 
 from miles.core import EnvironmentFault
-from miles.optim.layout import FIELDS, ITEM, BucketLayout
+from miles.optim.layout import FIELDS, BucketLayout, Moments
+from miles.optim.store import DTYPES
 
 
 class SavedTensor(msgspec.Struct, frozen=True):
@@ -36,11 +38,12 @@ class SavedFile(msgspec.Struct, frozen=True):
     """What lies in the file beside it."""
 
     bucket: int  # elements
+    moments: Moments
     tensors: list[SavedTensor]
 
     @property
     def layout(self) -> BucketLayout:
-        return BucketLayout(tuple(t.count for t in self.tensors), self.bucket)
+        return BucketLayout(tuple(t.count for t in self.tensors), self.bucket, self.moments)
 
 
 class _Where(NamedTuple):
@@ -108,20 +111,21 @@ class SavedState:
         return out
 
     def _copy(self, file: int, flat: int, out: list[torch.Tensor]) -> None:
-        """Elements from `flat` on of a file's shard, into tensors of equal length."""
+        """Elements from `flat` on of a file's shard, into float32 tensors of equal length."""
         layout, done, count = self._layouts[file], 0, len(out[0])
         while done < count:
             bucket, at = divmod(flat + done, layout.bucket)
             n = min(count - done, layout.bucket - at)
-            for i, field in enumerate(out):
-                offset = bucket * layout.block_bytes + (i * layout.stride + at) * ITEM
-                view = memoryview(field[done:done + n].numpy()).cast("B")
+            for i, (field, width) in enumerate(zip(out, layout.widths, strict=True)):
+                offset, stored = bucket * layout.block_bytes + layout.offset(i, at), torch.empty(n, dtype=DTYPES[width])
+                view = memoryview(stored.view(torch.uint8).numpy())
                 while view:
                     got = os.preadv(self._fds[file], [view], offset)
                     if not got:
                         raise EnvironmentFault(f"optimizer state {self._folder}: a file ends before byte {offset}", f"{layout.file_bytes} bytes",
                                                "resume from another checkpoint")
                     view, offset = view[got:], offset + got
+                field[done:done + n] = stored
             done += n
 
     def __enter__(self) -> SavedState:

@@ -10,9 +10,10 @@ A snapshot is a hard link to the file of a generation: while it is there, a step
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,13 +22,15 @@ import torch
 import xxhash
 
 from miles.core import EnvironmentFault
-from miles.optim.layout import FIELDS, PAGE, BucketLayout
+from miles.optim.direct import AGAIN, buffer_of, explained, open_file, read_block, write_block
+from miles.optim.layout import BucketLayout, Moments
 from miles.rundir import publish_bytes
 
 BUFFERS = 3
-AGAIN = "start the run again: it goes on from the last checkpoint; if it happens again, the disk is failing: set trainer.optimizer.state_dir to another"
+PART = 16 << 20  # bytes of one transfer
 
-Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # main, exp_avg, exp_avg_sq: float32 [stride], on the CPU
+Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # main, exp_avg, exp_avg_sq: [stride] each, on the CPU; main float32, moments as the layout says
+DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by width
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -36,6 +39,7 @@ class Manifest(msgspec.Struct, frozen=True):
     generation: int
     elements: int
     bucket: int
+    moments: Moments
     digests: list[str]  # xxh3-128 of each block
 
 
@@ -48,8 +52,8 @@ class BucketStore:
 
     def __init__(self, folder: Path, layout: BucketLayout, manifest: Manifest):
         self.folder, self.layout, self.manifest = folder, layout, manifest
-        self._buffers = [mmap.mmap(-1, max(layout.block_bytes, PAGE)) for _ in range(BUFFERS)]  # page-aligned
-        self._fds = [_open(folder / f"state.{i}") for i in range(2)]
+        self._buffers = [buffer_of(layout.block_bytes) for _ in range(BUFFERS)]
+        self._fds = [open_file(folder / f"state.{i}") for i in range(2)]
 
     @classmethod
     def create(cls, folder: Path, layout: BucketLayout, fill: Callable[[int, Fields], None]) -> BucketStore:
@@ -58,7 +62,7 @@ class BucketStore:
         (folder / "manifest.json").unlink(missing_ok=True)
         for i in range(2):
             _reserve(folder / f"state.{i}", layout.file_bytes)
-        store = cls(folder, layout, Manifest(-1, layout.elements, layout.bucket, []))
+        store = cls(folder, layout, Manifest(-1, layout.elements, layout.bucket, layout.moments, []))
         store.step(fill, fresh=True)
         return store
 
@@ -70,9 +74,9 @@ class BucketStore:
             manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
         except (OSError, msgspec.MsgspecError) as e:
             raise EnvironmentFault(f"{path} cannot be read: {e}", "the manifest of a streamed optimizer state", AGAIN) from e
-        if (manifest.elements, manifest.bucket) != (layout.elements, layout.bucket):
-            raise EnvironmentFault(f"{path} is of {manifest.elements} elements in buckets of {manifest.bucket}",
-                                   f"{layout.elements} elements in buckets of {layout.bucket}", AGAIN)
+        found, expected = (f"{x.elements} elements in buckets of {x.bucket}, moments in {x.moments}" for x in (manifest, layout))
+        if found != expected:
+            raise EnvironmentFault(f"{path} is of {found}", expected, AGAIN)
         return cls(folder, layout, manifest)
 
     @property
@@ -92,21 +96,25 @@ class BucketStore:
         self._leave_to_snapshot((self.manifest.generation + 1) % 2)
         count, load = self.layout.buckets, self._zeros if fresh else self._read
         writes: list[Future[str]] = []
+
+        def read(i: int) -> mmap.mmap:
+            if i >= BUFFERS:
+                writes[i - BUFFERS].result()  # used the same buffer
+            return load(i, self._buffers[i % BUFFERS])
+
         with ThreadPoolExecutor(1, "optim-read") as reader, ThreadPoolExecutor(1, "optim-write") as writer:
-            reading = reader.submit(load, 0, self._buffers[0]) if count else None
+            reading = reader.submit(read, 0) if count else None
             for i in range(count):
                 buffer = reading.result()
                 if i + 1 < count:
-                    if i >= 2:
-                        writes[i - 2].result()  # used the buffer that is read into next
-                    reading = reader.submit(load, i + 1, self._buffers[(i + 1) % BUFFERS])
+                    reading = reader.submit(read, i + 1)
                 compute(i, self._fields(buffer))
                 writes.append(writer.submit(self._write, i, buffer))
             digests = [w.result() for w in writes]
         generation = self.manifest.generation + 1
-        with _Explained(self.folder / f"state.{generation % 2}"):
+        with explained(self.folder / f"state.{generation % 2}"):
             os.fsync(self._fds[generation % 2])
-        manifest = Manifest(generation, self.layout.elements, self.layout.bucket, digests)
+        manifest = Manifest(generation, self.layout.elements, self.layout.bucket, self.layout.moments, digests)
         publish_bytes(self.folder / "manifest.json", msgspec.json.encode(manifest))
         self.manifest = manifest
 
@@ -114,7 +122,7 @@ class BucketStore:
         """The present generation, as it stays whatever steps follow. One at a time. Raises EnvironmentFault: the file system has no hard links."""
         path, state = self.folder / "snapshot", self.folder / f"state.{self.manifest.generation % 2}"
         path.unlink(missing_ok=True)
-        with _Explained(path):
+        with explained(path):
             os.link(state, path)
         return Snapshot(path, self.layout, self.manifest)
 
@@ -124,11 +132,11 @@ class BucketStore:
             path = self.folder / f"state.{which}"
             _reserve(path, self.layout.file_bytes)
             os.close(self._fds[which])
-            self._fds[which] = _open(path)
+            self._fds[which] = open_file(path)
 
     def _fields(self, buffer: mmap.mmap) -> Fields:
-        flat = torch.frombuffer(buffer, dtype=torch.float32, count=len(FIELDS) * self.layout.stride)
-        return tuple(flat.view(len(FIELDS), -1).unbind())
+        layout = self.layout
+        return tuple(torch.frombuffer(buffer, dtype=DTYPES[width], count=layout.stride, offset=layout.offset(i)) for i, width in enumerate(layout.widths))
 
     def _zeros(self, bucket: int, buffer: mmap.mmap) -> mmap.mmap:
         for field in self._fields(buffer):
@@ -142,11 +150,11 @@ class BucketStore:
 
     def _write(self, bucket: int, buffer: mmap.mmap) -> str:
         which, size = (self.manifest.generation + 1) % 2, self.layout.block_bytes
-        view, done = memoryview(buffer)[:size], 0
-        digest = xxhash.xxh3_128_hexdigest(view)
-        with _Explained(self.folder / f"state.{which}"):
-            while done < size:
-                done += os.pwritev(self._fds[which], [view[done:]], bucket * size + done)
+        view = memoryview(buffer)[:size]
+        with _parts(write_block, self._fds[which], self.folder / f"state.{which}", view, bucket * size) as writes:
+            digest = xxhash.xxh3_128_hexdigest(view)  # meanwhile
+            for _, write in writes:
+                write.result()
         return digest
 
 
@@ -158,9 +166,9 @@ class Snapshot:
 
     def copy(self, to: Path) -> None:
         """Write it to a new file, a block at a time, and give its space back. Raises EnvironmentFault: a block is damaged, or `to` takes no more."""
-        source, buffer, size = _open(self._path), mmap.mmap(-1, max(self._layout.block_bytes, PAGE)), self._layout.block_bytes
+        source, buffer, size = open_file(self._path), buffer_of(self._layout.block_bytes), self._layout.block_bytes
         try:
-            with to.open("wb", buffering=0) as f, _Explained(to):
+            with to.open("wb", buffering=0) as f, explained(to):
                 for bucket in range(self._layout.buckets):
                     _read_block(source, self._path, self._layout, self._manifest, bucket, buffer)
                     view = memoryview(buffer)[:size]
@@ -174,51 +182,26 @@ class Snapshot:
 def _reserve(path: Path, size: int) -> None:
     """A new file of `size` bytes in place of what has this name."""
     path.unlink(missing_ok=True)
-    with path.open("wb") as f, _Explained(path):
+    with path.open("wb") as f, explained(path):
         if size:
             os.posix_fallocate(f.fileno(), 0, size)
 
 
 def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: mmap.mmap) -> None:
-    size, done = layout.block_bytes, 0
-    view = memoryview(buffer)[:size]
-    with _Explained(path):
-        while done < size:
-            n = os.preadv(fd, [view[done:]], bucket * size + done)
-            if n == 0:
-                raise EnvironmentFault(f"{path} ends within bucket {bucket}", f"{layout.file_bytes} bytes", AGAIN)
-            done += n
-    if (found := xxhash.xxh3_128_hexdigest(view)) != manifest.digests[bucket]:
+    digest = xxhash.xxh3_128()
+    with _parts(read_block, fd, path, memoryview(buffer)[:layout.block_bytes], bucket * layout.block_bytes) as reads:
+        for part, read in reads:
+            read.result()
+            digest.update(part)  # while the next ones are read
+    if (found := digest.hexdigest()) != manifest.digests[bucket]:
         raise EnvironmentFault(f"bucket {bucket} of {path} (generation {manifest.generation}) has digest {found}", f"{manifest.digests[bucket]}, as it was written",
                                AGAIN)
 
 
-class _Explained:
-    """Turns an OSError of `path` into an EnvironmentFault."""
-
-    def __init__(self, path: Path):
-        self.path = path
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if isinstance(error, OSError):
-            raise EnvironmentFault(f"streamed optimizer state {self.path}: {error.strerror}", "a local disk that works and has space",
-                                   "free space or set trainer.optimizer.state_dir to another disk, then start the run again: "
-                                   "it goes on from the last checkpoint") from error
-
-
-def _open(path: Path) -> int:
-    """Past the page cache where the file system can do that: the state is read once a step, and is larger than memory."""
-    with _Explained(path):
-        try:
-            fd = os.open(path, os.O_RDWR | os.O_DIRECT)
-        except OSError:
-            return os.open(path, os.O_RDWR)
-        try:
-            os.preadv(fd, [mmap.mmap(-1, PAGE)], 0)
-        except OSError:
-            os.close(fd)
-            return os.open(path, os.O_RDWR)
-        return fd
+@contextlib.contextmanager
+def _parts(move: Callable[[int, Path, memoryview, int], None], fd: int, path: Path, view: memoryview, offset: int) -> Iterator[list[tuple[memoryview, Future[None]]]]:
+    """Moves a block part by part, two at once, so that the disk always has something to do. Gives the parts in order, each with what tells that it has been
+    moved."""
+    with ThreadPoolExecutor(2, "optim-part") as threads:
+        places = range(0, len(view), PART)
+        yield [(view[at:at + PART], threads.submit(move, fd, path, view[at:at + PART], offset + at)) for at in places]

@@ -13,15 +13,25 @@ from miles.report.read import RunData, Table
 def lineage_rows(data: RunData) -> Table:
     """Rows of `steps` on the lineage of the final weights, one a step, ordered by step: those that the epoch logged which the journal
     says trained the step. Empty dict when there are none."""
-    table = data.tables.get("steps")
+    return _of_lineage(data, "steps", "step")
+
+
+def truth_rows(data: RunData) -> Table:
+    """Likewise of `truth`: one for each step and staleness."""
+    return _of_lineage(data, "truth", "step", "staleness")
+
+
+def _of_lineage(data: RunData, name: str, *key: str) -> Table:
+    """Rows of a table of the lineage's steps and epochs, ordered by the columns `key`, of which `step` is the first; of equals the last."""
+    table = data.tables.get(name)
     if not table:
         return {}
     wanted = {(step, epoch) for step, (epoch, _) in data.lineage.steps.items()}
-    chosen: dict[int, int] = {}
-    for i, key in enumerate(zip(table["step"].astype(int).tolist(), table["file_epoch"].tolist(), strict=True)):
-        if key in wanted:
-            chosen[key[0]] = i
-    order = [chosen[s] for s in sorted(chosen)]
+    chosen: dict[tuple[int, ...], int] = {}
+    for i, (*numbers, epoch) in enumerate(zip(*(table[k].astype(int).tolist() for k in key), table["file_epoch"].tolist(), strict=True)):
+        if (numbers[0], epoch) in wanted:
+            chosen[tuple(numbers)] = i
+    order = [chosen[k] for k in sorted(chosen)]
     return {name: column[order] for name, column in table.items()} if order else {}
 
 

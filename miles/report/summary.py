@@ -16,7 +16,7 @@ from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
 from miles.report.drafts import course, drafts
 from miles.report.read import RunData, Table
-from miles.report.rows import clean, finished_trajectories, lineage_rows, mismatches, queue_rows, spread, weighted_mean
+from miles.report.rows import clean, finished_trajectories, lineage_rows, mismatches, queue_rows, spread, truth_rows, weighted_mean
 
 MOVING_WINDOW = 9  # steps of the moving average, as in the reference case study
 SERIES_POINTS = 400  # points kept of series that have a row a second
@@ -86,6 +86,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "queue": queue(data),
         "waits": waits(data, steps),
         "truth": {name: spread(steps.get(name)) for name in ("kl_mean", "ess", "clip_fraction", "importance_cut_fraction", "grad_norm", "loss")},
+        "truth_by_staleness": truth_by_staleness(truth_rows(data)),
         "policy": policy(steps),
         "drafts": drafts(steps, ok),
         "tasks": tasks(ok),
@@ -144,6 +145,23 @@ def logprob_difference(steps: Table) -> dict[str, Any]:
         "all_tokens_p99": spread(steps["logprob_diff_p99"]).get("median"),
         "all_tokens_max": spread(steps["logprob_diff_max"]).get("max"),
     }
+
+
+def truth_by_staleness(rows: Table) -> list[dict[str, Any]]:
+    """For each staleness of a sampled token (versions between the one that sampled it and the one trained; 3: 3 or more) its tokens and their share, and
+    over them, weighted by tokens: |trainer - engine| of log-probabilities, KL, effective sample size, clipped share; p99 is the median over steps."""
+    if not rows:
+        return []
+    out, tokens = [], rows["tokens"].astype(float)
+    for age in np.unique(rows["staleness"].astype(int)).tolist():
+        here = rows["staleness"].astype(int) == age
+        n = tokens[here]
+        mean = {name: weighted_mean(rows[name][here].astype(float), n) for name in ("logprob_diff_mean", "kl_mean", "ess", "clip_fraction")}
+        out.append({
+            "staleness": age, "steps": int(here.sum()), "tokens": int(n.sum()), "share": n.sum() / tokens.sum(), **mean,
+            "logprob_diff_p99": spread(rows["logprob_diff_p99"][here]).get("median"), "logprob_diff_max": spread(rows["logprob_diff_max"][here]).get("max"),
+        })
+    return out
 
 
 def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from miles.rundir import POOL_RANKS
 
 WIDTH = 100
+MOST_STALENESS = 3  # the last bin of miles.trainer.algorithms.truth
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -109,6 +110,15 @@ def _truth(s: dict[str, Any]) -> list[str]:
         f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
         f"importance weights cut {number(mean['importance_cut_fraction'], '.2%')}"
     )
+    rows = s["truth_by_staleness"]
+    if rows:
+        out.append(f"{'by staleness of the token':<26}{'tokens':>14}{'|diff| mean':>13}{'p99':>10}{'max':>10}{'KL':>10}{'ESS':>8}{'clipped':>9}")
+    for x in rows:
+        name = f"{x['staleness']}{' or more' if x['staleness'] == MOST_STALENESS else ''}"
+        out.append(
+            f"{name:<20}{x['share']:>6.1%}{x['tokens']:>14}{number(x['logprob_diff_mean'], '.2e'):>13}{number(x['logprob_diff_p99'], '.1e'):>10}"
+            f"{number(x['logprob_diff_max'], '.1e'):>10}{number(x['kl_mean'], '.1e'):>10}{number(x['ess']):>8}{number(x['clip_fraction'], '.2%'):>9}"
+        )
     return out
 
 

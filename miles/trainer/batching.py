@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from miles.core import StructureError
+from miles.core import NO_VERSION, StructureError
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Sequence:
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
     logprobs: np.ndarray  # float32 [T], of the rollout, at the rollout's temperature; 0 where given
     versions: np.ndarray  # int32 [T], weight version that sampled each token
-    routes: np.ndarray | None  # uint8|uint16 [T-1, L, K], any order along K, L = MoE layers of this pipeline stage; None for dense models
+    routes: np.ndarray | None  # uint8|uint16 [rows, L, K], any order along K: the rows that this context-parallel rank holds (`held_rows`), the MoE layers of this pipeline stage; None for dense models
     advantage: float
     exact: bool  # every token and its KV prefix come from the very version being trained
     rollout: int  # which rollout of the step it is a leaf of, 0 .. sequences of the step - 1
@@ -89,6 +89,20 @@ def _fill(lengths: Seq[int], order: list[int], count: int, max_tokens: int) -> l
     return bins
 
 
+def padded_rows(fed: int, cp: int) -> int:
+    """Rows that a sequence of `fed` tokens takes in a micro-batch: under context parallelism 2 * cp equal chunks."""
+    return -(-fed // (2 * cp)) * 2 * cp if cp > 1 else fed
+
+
+def held_rows(fed: int, cp: int, rank: int) -> tuple[tuple[int, int], ...]:
+    """The rows of a sequence of `fed` tokens that a context-parallel rank holds, without padding, as ranges [start, stop) in order: of its 2 * cp chunks those
+    numbered `rank` and 2 * cp - 1 - rank (miles.platform.context_parallel)."""
+    if cp == 1:
+        return ((0, fed),)
+    chunk = padded_rows(fed, cp) // (2 * cp)
+    return tuple((min(i * chunk, fed), min((i + 1) * chunk, fed)) for i in (rank, 2 * cp - 1 - rank))
+
+
 @dataclass(frozen=True)
 class PackedMicrobatch:
     """Sequences end to end, N rows. Rows that are padding, or whose target was given, have mask 0 and weight 0."""
@@ -99,11 +113,12 @@ class PackedMicrobatch:
     targets: np.ndarray  # int64 [N], the next token
     mask: np.ndarray  # bool [N], target was sampled
     logprobs: np.ndarray  # float32 [N], rollout log-probability of the target
+    versions: np.ndarray  # int64 [N], weight version that sampled the target
     advantages: np.ndarray  # float32 [N]
     weights: np.ndarray  # float32 [N], share of this token in the loss of the whole step; sums to 1 over the step
     exact: np.ndarray  # bool [N]
     sequence: np.ndarray  # int64 [N], which of the S sequences
-    routes: np.ndarray | None  # int64 [N, L, K]
+    routes: np.ndarray | None  # int64 [N / cp, L, K], of the rows that this context-parallel rank holds, in its order
 
     @property
     def draft_targets(self) -> np.ndarray:
@@ -120,40 +135,43 @@ class PackedMicrobatch:
         return int(np.diff(self.bounds).max())
 
 
-def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, align: int = 1, total_align: int = 1,
+def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, cp: int = 1, cp_rank: int = 0, total_align: int = 1,
          routes_shape: tuple[int, int] | None = None) -> PackedMicrobatch:
     """Pack sequences; `token_weights[i]` is the loss weight of each sampled token of sequence i.
 
-    Every sequence is padded to a multiple of `align` rows (2*cp under context parallelism) and the whole to a multiple of
-    `total_align` (a multiple of `align`; sequence parallelism) by a last sequence of padding. An empty list gives padding alone, so that a rank without work still takes
-    part in its group's communication. `routes_shape` = (MoE layers of this pipeline stage, K); padding rows are routed to experts 0..K-1.
+    Every sequence is padded for `cp` context-parallel ranks (`padded_rows`) and the whole to a multiple of `total_align` (sequence parallelism; a multiple of
+    2 * cp where cp > 1) by a last sequence of padding. An empty list gives padding alone, so that a rank without work still takes part in its group's
+    communication. `routes_shape` = (MoE layers of this pipeline stage, K); padding rows are routed to experts 0..K-1.
 
     Raises StructureError: routes are missing or of another shape.
     """
-    lengths = [-(-s.fed // align) * align for s in sequences]
+    lengths = [padded_rows(s.fed, cp) for s in sequences]
     total = sum(lengths)
     tail = -total % total_align if total else total_align
     bounds = np.cumsum([0, *lengths, *([tail] if tail else [])], dtype=np.int32)
     n = int(bounds[-1])
     out = PackedMicrobatch(
         input_ids=np.zeros(n, np.int64), positions=np.concatenate([np.arange(k) for k in np.diff(bounds)]), bounds=bounds,
-        targets=np.zeros(n, np.int64), mask=np.zeros(n, bool), logprobs=np.zeros(n, np.float32), advantages=np.zeros(n, np.float32),
+        targets=np.zeros(n, np.int64), mask=np.zeros(n, bool), logprobs=np.zeros(n, np.float32), versions=np.full(n, NO_VERSION, np.int64), advantages=np.zeros(n, np.float32),
         weights=np.zeros(n, np.float32), exact=np.zeros(n, bool), sequence=np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
-        routes=None if routes_shape is None else np.broadcast_to(np.arange(routes_shape[1]), (n, *routes_shape)).copy(),
+        routes=None if routes_shape is None else np.broadcast_to(np.arange(routes_shape[1]), (n // cp, *routes_shape)).copy(),
     )
     for s, start, weight in zip(sequences, bounds, token_weights, strict=False):
         rows = slice(start, start + s.fed)
         sampled = s.loss_mask[1:].astype(bool)
         out.input_ids[rows], out.targets[rows] = s.tokens[:-1], s.tokens[1:]
-        out.mask[rows], out.logprobs[rows] = sampled, s.logprobs[1:]
+        out.mask[rows], out.logprobs[rows], out.versions[rows] = sampled, s.logprobs[1:], s.versions[1:]
         out.advantages[rows], out.exact[rows] = s.advantage, s.exact
         out.weights[rows] = np.where(sampled, weight, 0.0)
         if routes_shape is not None:
-            if s.routes is None or s.routes.shape[1:] != routes_shape:
+            held = [stop - first for first, stop in held_rows(s.fed, cp, cp_rank)]
+            if s.routes is None or s.routes.shape != (sum(held), *routes_shape):
                 raise StructureError(f"routes of shape {None if s.routes is None else s.routes.shape} for a sequence of {len(s.tokens)} tokens",
-                                     f"[{s.fed}, {routes_shape[0]}, {routes_shape[1]}] over the MoE layers of this stage",
+                                     f"[{sum(held)}, {routes_shape[0]}, {routes_shape[1]}], the rows of this context-parallel rank over the MoE layers of this stage",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-            out.routes[rows] = s.routes
+            chunks = np.split(out.routes[start // cp : (start + padded_rows(s.fed, cp)) // cp], len(held))  # of equal size; padding ends one
+            for chunk, found in zip(chunks, np.split(s.routes, np.cumsum(held)[:-1]), strict=True):
+                chunk[: len(found)] = found
     return out
 
 

@@ -187,18 +187,19 @@ class Feed:
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
     def _sequences(self, plan: Plan, items: list[Item]) -> tuple[list[Sequence], set[int]]:
-        """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers; and the groups of the others."""
+        """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers at the rows of this context-parallel rank; and the
+        groups of the others."""
         layers, number = self._train_step.layers, {key: n for n, key in enumerate(plan.rollouts)}
         sequences, bad = [], set()
         with GroupReader(self._run.buffer_dir) as reader:
-            reads = reader.trajectories(((i.group, i.index) for i in items), layers)
+            reads = reader.slices(((i.group, i.index) for i in items), layers, self._train_step.held_rows)
             for item, read in zip(items, reads, strict=True):
                 try:
-                    t = read.result()
+                    t, routes = read.result()
                 except UNREADABLE:
                     bad.add(item.group)
                     continue
                 sequences.append(Sequence(
-                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=t.routes if layers else None,
+                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes if layers else None,
                     advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
         return sequences, bad

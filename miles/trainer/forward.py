@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.mappings import copy_to_tensor_model_parallel
 
 import miles.platform
 from miles.platform.context_parallel import zigzag_positions
-from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, pack, plan_batch
+from miles.trainer.batching import BatchPlan, PackedMicrobatch, Sequence, held_rows, pack, padded_rows, plan_batch
 from miles.trainer.model import PolicyModel
 from miles.trainer.mtp import MtpLoss
 from miles.trainer.replay import RoutingReplay, check_routes
@@ -76,18 +76,34 @@ class PackedForward:
         self.device = miles.platform.current().device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_ranks = parallel_state.get_data_parallel_world_size()
-        cp, tp = model.layout.cp, model.layout.tp
-        self._align = 2 * cp if cp > 1 else 1
-        self._total_align = math.lcm(self._align, tp * cp)
+        self._cp, self._cp_rank = model.layout.cp, parallel_state.get_context_parallel_rank()
+        self._total_align = math.lcm(padded_rows(1, self._cp), model.layout.tp * self._cp)
 
     def plan(self, lengths: list[int]) -> BatchPlan:
         """Where each sequence of `lengths` tokens goes. Equal on all ranks for equal input. Raises StructureError: a sequence is too long."""
-        fed = [-(-max(n - 1, 1) // self._align) * self._align for n in lengths]
-        return plan_batch(fed, self.data_ranks, self._max_tokens * self.model.layout.cp)
+        return plan_batch([padded_rows(max(n - 1, 1), self._cp) for n in lengths], self.data_ranks, self._max_tokens * self._cp)
 
-    def of_this_stage(self, s: Sequence) -> Sequence:
-        """With the routes of this pipeline stage's layers."""
-        return s if s.routes is None or self.model.layout.pp == 1 else replace(s, routes=s.routes[:, self.replay.layers])
+    def held_rows(self, fed: int) -> tuple[tuple[int, int], ...]:
+        """Which rows of a sequence of `fed` tokens this context-parallel rank holds."""
+        return held_rows(fed, self._cp, self._cp_rank)
+
+    def of_this_rank(self, s: Sequence) -> Sequence:
+        """`s`, whose routes are whole, with those of this pipeline stage's layers and of the rows that this rank holds."""
+        if s.routes is None:
+            return s
+        return replace(s, routes=np.concatenate([s.routes[start:stop, self.replay.layers] for start, stop in self.held_rows(s.fed)]))
+
+    def with_all_rows(self, s: Sequence) -> Sequence:
+        """Collective over the context-parallel ranks: `s` with the routes of the rows of all of them, in order."""
+        if s.routes is None or self._cp == 1:
+            return s
+        whole, at = torch.zeros((s.fed, *s.routes.shape[1:]), dtype=torch.int32), 0
+        for start, stop in self.held_rows(s.fed):
+            whole[start:stop] = torch.from_numpy(s.routes[at : at + stop - start].astype(np.int32))
+            at += stop - start
+        whole = whole.to(self.device)
+        dist.all_reduce(whole, group=parallel_state.get_context_parallel_group())
+        return replace(s, routes=whole.cpu().numpy().astype(s.routes.dtype))
 
     def microbatches(self, plan: BatchPlan, mine: list[Sequence], weights: list[float]) -> Iterator[PackedMicrobatch]:
         """Those of this data-parallel rank. `weights[i]`: loss weight of each sampled token of `mine[i]`. Raises StructureError: routes do not fit the model."""
@@ -96,7 +112,7 @@ class PackedForward:
         for bin_ in plan.bins[self.data_rank]:
             part = slice(start, start + len(bin_))
             start = part.stop
-            packed = pack(mine[part], weights[part], align=self._align, total_align=self._total_align, routes_shape=routes_shape)
+            packed = pack(mine[part], weights[part], cp=self._cp, cp_rank=self._cp_rank, total_align=self._total_align, routes_shape=routes_shape)
             if packed.routes is not None:
                 check_routes(packed.routes, self.model.arch.experts)
             yield packed
@@ -131,7 +147,7 @@ class PackedForward:
             return torch.from_numpy(array).to(self.device)
 
         if self.replay.active:
-            routes = packed.routes[rows]
+            routes = packed.routes
             if self.model.config.sequence_parallel:
                 routes = np.split(routes, self.model.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
             self.replay.load(tensor(routes))
@@ -173,8 +189,6 @@ class PackedForward:
 
     def _rows_of_this_rank(self, bounds: np.ndarray) -> np.ndarray:
         """Rows of the packed micro-batch that this context-parallel rank holds, in its order."""
-        cp = self.model.layout.cp
-        if cp == 1:
+        if self._cp == 1:
             return np.arange(bounds[-1])
-        rank = parallel_state.get_context_parallel_rank()
-        return np.concatenate([a + zigzag_positions(int(b - a), cp, rank).numpy() for a, b in zip(bounds[:-1], bounds[1:], strict=True)])
+        return np.concatenate([a + zigzag_positions(int(b - a), self._cp, self._cp_rank).numpy() for a, b in zip(bounds[:-1], bounds[1:], strict=True)])

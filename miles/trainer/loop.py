@@ -31,7 +31,7 @@ from miles.core import Layout, Role
 from miles.engine.command import DTYPES
 from miles.engine.digest import combined_checksum, expected_checksums
 from miles.log import RunLog
-from miles.optim import claim, release
+from miles.optim import check_folder, claim, folder_of, release
 from miles.rundir import RunDir, remove_unfinished
 from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.critic import Critic
@@ -66,6 +66,7 @@ class Trainer:
         lay = c.trainer.layout
         self.dir, self.world, self.epoch, self.config = run, world, epoch, c
         self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
+        self.state_dir = self._state_dir()
         init_distributed(world.rank, self.layout, world.broadcast_bytes, seed=c.run.seed)
         self.turns = Turns(run, world)
         self.turns.wait()
@@ -73,10 +74,6 @@ class Trainer:
         newest = self.checkpoints.newest()
         how = {"precision": c.model.trainer_precision, "recompute": c.trainer.recompute, "stages": lay, "max_context": c.model.max_context, "load": newest is None}
         self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, mtp=c.trainer.mtp is not None, **how)
-        self.state_dir = None
-        if c.trainer.optimizer.state == "stream":
-            local = Path(c.trainer.optimizer.state_dir or load_site(c.cluster.site).scratch)
-            self.state_dir = claim(local / f"miles-optimizer-{run.path.name}", epoch, world.rank)
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir, c.trainer.mtp.lr if c.trainer.mtp else None)
         self.critic = None
         if c.algorithm.critic is not None:
@@ -142,6 +139,15 @@ class Trainer:
             self.dir.finish(f"{self.step} steps\n")
             self.link.wake()
         return self.close(0)
+
+    def _state_dir(self) -> Path | None:
+        """This rank's folder for streamed optimizer state; checked before anything else takes its time."""
+        o = self.config.trainer.optimizer
+        if o.state != "stream":
+            return None
+        base = Path(o.state_dir or load_site(self.config.cluster.site).scratch)
+        check_folder(base, network=o.state_on_network)
+        return claim(folder_of(base, self.dir.path.name), self.epoch, self.world.rank)
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
@@ -217,13 +223,16 @@ class Trainer:
         rollouts = plan.rollouts.values()  # a rollout counts once, whatever the number of its leaves
         rewards = np.array([leaves[0].reward for leaves in rollouts])
         ages = np.array([plan.version - min(i.oldest_version for i in leaves) for leaves in rollouts])
+        figures = asdict(metrics)
+        for staleness, found in figures.pop("by_staleness"):
+            self.log.row("truth", step=self.step, version=plan.version, staleness=staleness, **found._asdict())
         recorded = sum(self.queue.state.groups[g].tokens for g in batch.groups)
         self.log.row("steps", step=self.step, version=plan.version, published_version=published.version, transport=published.transport,
                      published_bytes=published.bytes, note=published.note, epoch=self.epoch, wait_s=plan.wait_s, fetch_s=batch.fetch_s, **times,
                      groups=len(batch.groups), trajectories=len(rollouts), leaves=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
                      reward_min=rewards.min(), reward_max=rewards.max(), staleness_mean=ages.mean(), staleness_max=int(ages.max()),
                      queue_groups=len(self.queue.state.ready_in_order()), dropped_stale=plan.dropped_stale,
-                     unaccounted_tokens=abs(recorded - metrics.tokens), **asdict(metrics))
+                     unaccounted_tokens=abs(recorded - metrics.tokens), **figures)
 
     def close(self, code: int) -> int:
         dist.barrier()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -97,7 +98,7 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path
     optimizer = get_megatron_optimizer(whole, model.chunks, config_overrides={**get_standard_config_overrides(whole), **drafts})
     for i, part in enumerate(optimizer.chained_optimizers):
         if config.state == "stream":
-            stream(part, state_dir / str(i))
+            stream(part, state_dir / str(i), moments=config.moments, seed=dist.get_rank() << 8 | i, network=config.state_on_network)
         else:
             part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
     model.config.grad_scale_func = optimizer.scale_loss

@@ -33,7 +33,8 @@ TOKENS = ("tokens", "loss_mask", "logprobs", "versions")
 
 @dataclass(frozen=True)
 class Fed:
-    """The micro-batches of one data-parallel rank in one step: its sequences in the order of the plan, their weights, and what is known of their tokens."""
+    """The micro-batches of one data-parallel rank in one step: its sequences in the order of the plan, their weights, and what is known of their tokens. Of
+    those that are kept, routes have all rows."""
 
     plan: BatchPlan
     data_rank: int

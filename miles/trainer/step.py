@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from miles.core import NO_VERSION, MilesError, StructureError
-from miles.trainer.algorithms import HISTOGRAM_EDGES, MAXIMA, SUMS, PolicyLoss, SampledTokens, k3, quantile_of_histogram, truth_sums
+from miles.trainer.algorithms import SUMS, Apart, PolicyLoss, SampledTokens, Truth, apart, k3, truth_of
 from miles.trainer.batching import BatchPlan, Sequence, token_weights
 from miles.trainer.critic import Critic, Judgement
 from miles.trainer.forward import Figures, LossFunction, PackedForward, SampledRows
@@ -24,12 +24,12 @@ from miles.trainer.nonfinite import Fed, NonFinite
 from miles.trainer.reference import ReferencePolicy
 
 MAX_SKIPPED = 3
-STEP_SUMS = ("loss", "entropy", "reference_kl")  # over the tokens of a step, before those of truth_sums
+STEP_SUMS = ("loss", "entropy", "reference_kl")  # over the tokens of a step, beside those of Truth
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Figures of one step, equal on all ranks; names are columns of the run log's `steps` table.
+    """Figures of one step, equal on all ranks; names are columns of the run log's `steps` table, but for `by_staleness`, whose rows are those of `truth`.
 
     `logprob_diff_*` and `exact_logprob_diff_*` are |trainer - rollout| log-probabilities of sampled tokens (nats), before the update.
     """
@@ -60,6 +60,7 @@ class StepMetrics:
     mtp_grad_norm: float  # of the draft layer alone, which `grad_norm` leaves out; not a number either with trainer.optimizer.clip_grad = 0
     microbatches: int
     skipped: bool  # loss or gradient was not finite: parameters and optimizer state are unchanged
+    by_staleness: tuple[tuple[int, Apart], ...]  # (staleness, figures over its tokens), of those that there are; the last, 3, is 3 or more
 
 
 class TrainStep:
@@ -81,6 +82,7 @@ class TrainStep:
         self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.routing_replay else None  # (L, K) to be recorded
         self.device = self.forward.device
         self.nonfinite, self.skipped_in_a_row = nonfinite, 0
+        self._version = NO_VERSION  # being trained
 
     @property
     def data_rank(self) -> int:
@@ -91,22 +93,28 @@ class TrainStep:
         """Of the recorded routes, the MoE layers that this pipeline stage replays; none where it replays no routes."""
         return self.forward.replay.layers
 
+    def held_rows(self, fed: int) -> tuple[tuple[int, int], ...]:
+        """Of the recorded routes of a sequence of `fed` tokens, the rows that this context-parallel rank replays."""
+        return self.forward.held_rows(fed)
+
     def plan(self, lengths: list[int]) -> BatchPlan:
         """Where each sequence of `lengths` tokens goes. Equal on all ranks for equal input. Raises StructureError: a sequence is too long."""
         return self.forward.plan(lengths)
 
-    def run(self, sequences: list[Sequence], *, number: int) -> StepMetrics:
+    def run(self, sequences: list[Sequence], *, number: int, version: int = NO_VERSION) -> StepMetrics:
         """`run_planned` for callers that have the whole batch on every rank."""
         plan = self.plan([len(s.tokens) for s in sequences])
-        return self.run_planned(plan, [self.forward.of_this_stage(sequences[i]) for i in plan.of_rank(self.data_rank)], number=number)
+        return self.run_planned(plan, [self.forward.of_this_rank(sequences[i]) for i in plan.of_rank(self.data_rank)], number=number, version=version)
 
     def run_planned(self, plan: BatchPlan, mine: list[Sequence], *, number: int, version: int = NO_VERSION) -> StepMetrics:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
-        Their routes are those of this pipeline stage: `layers` of the recorded ones. `version`: of the weights that are trained, for the record.
+        Their routes are those that this rank replays: `layers` and `held_rows` of the recorded ones. `version`: of the weights that are trained; without it
+        staleness is not known.
 
         Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
         MAX_SKIPPED times in a row.
         """
+        self._version = version
         total_tokens, drafted, total_sampled, weights = self._count(plan, mine)
         known = self._known(plan, mine, weights)
         judgement = self.critic.judge(plan, mine, weights, known) if self.critic else None
@@ -116,7 +124,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         mtp = MtpLoss(self.model.arch.vocab, self.temperature, drafted) if self.model.arch.draft_layers else None
         outputs = self._pass(plan, mine, weights, known, self._loss, mtp=mtp)
-        sums, maxima, histogram = self._reduce(outputs)
+        sums, truth = self._reduce(outputs)
         mtp_loss, mtp_agreement = self._reduce_mtp(outputs) if mtp else (math.nan, math.nan)
         loss = sums["loss"]
 
@@ -126,19 +134,22 @@ class TrainStep:
         self._count_skipped(skipped, number)
         lr = learning_rate(self.trainer.optimizer, number) if self.critic is None or number >= self.critic.config.alone_steps else 0.0
         grad_norm, critic_grad_norm = (math.nan, math.nan) if skipped else self._update(lr, number)
-        n, exact_n = max(sums["tokens"], 1.0), max(sums["exact_tokens"], 1.0)
+        totals = dict(zip(SUMS, truth.sums.sum(0).tolist(), strict=True))
+        n, exact_n = max(totals["tokens"], 1.0), max(totals["exact_tokens"], 1.0)
+        every = apart(truth.sums.sum(0), truth.histograms.sum(0), float(truth.maxima[:-1].max()))
         return StepMetrics(
-            loss=loss, grad_norm=grad_norm, lr=lr, tokens=total_tokens, sampled_tokens=total_sampled, exact_tokens=int(sums["exact_tokens"]),
-            exact_logprob_diff_mean=sums["exact_abs_diff"] / exact_n, exact_logprob_diff_max=maxima["exact_max_diff"],
-            logprob_diff_mean=sums["abs_diff"] / n, logprob_diff_p99=min(quantile_of_histogram(histogram, 0.99), maxima["max_diff"]), logprob_diff_max=maxima["max_diff"],
-            kl_mean=sums["kl"] / n, reference_kl_mean=sums["reference_kl"] / n if self.reference else math.nan, entropy_mean=sums["entropy"] / n,
-            ess=sums["ratio"] ** 2 / (n * sums["ratio_squared"]) if sums["ratio_squared"] else 1.0,
-            clip_fraction=sums["clipped"] / n, importance_cut_fraction=sums["cut"] / n, advantage_abs_mean=sums["abs_advantage"] / n,
+            loss=loss, grad_norm=grad_norm, lr=lr, tokens=total_tokens, sampled_tokens=total_sampled, exact_tokens=int(totals["exact_tokens"]),
+            exact_logprob_diff_mean=totals["exact_abs_diff"] / exact_n, exact_logprob_diff_max=float(truth.maxima[-1]),
+            logprob_diff_mean=every.logprob_diff_mean, logprob_diff_p99=every.logprob_diff_p99, logprob_diff_max=every.logprob_diff_max,
+            kl_mean=every.kl_mean, reference_kl_mean=sums["reference_kl"] / n if self.reference else math.nan, entropy_mean=sums["entropy"] / n,
+            ess=every.ess, clip_fraction=every.clip_fraction, importance_cut_fraction=totals["cut"] / n, advantage_abs_mean=totals["abs_advantage"] / n,
             critic_loss=judgement.loss if judgement else math.nan, critic_grad_norm=critic_grad_norm,
             critic_explained_variance=judgement.explained_variance if judgement else math.nan,
             mtp_loss=mtp_loss, mtp_agreement=mtp_agreement,
             mtp_grad_norm=self.optimizer.grad_norms_by_group.get(MTP_GRAD_NORM_GROUP, math.nan) if mtp and lr and not skipped else math.nan,
             microbatches=plan.microbatches, skipped=skipped,
+            by_staleness=() if version == NO_VERSION else tuple(
+                (k, found) for k, row in enumerate(zip(*truth, strict=False)) if (found := apart(row[0], row[1], float(row[2]))).tokens),
         )
 
     def _count(self, plan: BatchPlan, mine: list[Sequence]) -> tuple[int, int, int, list[float]]:
@@ -192,24 +203,25 @@ class TrainStep:
             logprobs, entropy, self.policy_loss.proximal(logprobs, rollout), rollout, advantages, tokens.of("weights"), tokens.of("sequence"), tokens.sequences,
             reference=tokens.known.get("reference"), group=parallel_state.get_context_parallel_group())
         loss, clipped, cut = self.policy_loss(t)
-        sums, maxima, histogram = truth_sums(logprobs, rollout, advantages, tokens.of("exact"), clipped, cut)
+        truth = truth_of(logprobs, rollout, advantages, tokens.of("exact"), self._version - tokens.of("versions"), clipped, cut)
         distance = torch.zeros_like(logprobs) if t.reference is None else k3(t)
         ours = torch.stack([x.detach().double() for x in (loss, entropy.sum(), distance.sum())])
-        return loss, {"add": torch.cat([ours, sums, histogram]), "max": maxima}
+        return loss, {"add": torch.cat([ours, truth.sums.view(-1), truth.histograms.view(-1)]), "max": truth.maxima}
 
     # -- figures -------------------------------------------------------------------------------------------------------------------
 
-    def _reduce(self, outputs: list[Figures]) -> tuple[dict[str, float], dict[str, float], torch.Tensor]:
+    def _reduce(self, outputs: list[Figures]) -> tuple[dict[str, float], Truth]:
         """Sums over micro-batches and ranks, made on the last pipeline stage and given to all."""
-        names = (*STEP_SUMS, *SUMS)
-        add = torch.zeros(len(names) + len(HISTOGRAM_EDGES) + 1, dtype=torch.float64, device=self.device)
-        top = torch.zeros(len(MAXIMA), dtype=torch.float64, device=self.device)
+        nothing = Truth.nothing(self.device)
+        shapes = (nothing.sums.shape, nothing.histograms.shape)
+        add = torch.zeros(len(STEP_SUMS) + sum(shape.numel() for shape in shapes), dtype=torch.float64, device=self.device)
+        top = nothing.maxima
         for part in outputs:
             add += part["add"]
             top = torch.maximum(top, part["max"])
-        add, top = self.forward.over_step(add), self.forward.over_step(top, dist.ReduceOp.MAX)
-        values = add[: len(names)].tolist()
-        return dict(zip(names, values, strict=True)), dict(zip(MAXIMA, top.tolist(), strict=True)), add[len(names) :].cpu()
+        add, top = self.forward.over_step(add).cpu(), self.forward.over_step(top, dist.ReduceOp.MAX).cpu()
+        ours, sums, histograms = add.split([len(STEP_SUMS), *(shape.numel() for shape in shapes)])
+        return dict(zip(STEP_SUMS, ours.tolist(), strict=True)), Truth(sums.view(shapes[0]), histograms.view(shapes[1]), top)
 
     def _reduce_mtp(self, outputs: list[Figures]) -> list[float]:
         """Collective: loss of the draft layer, and the share of tokens that were its most likely ones."""
@@ -229,7 +241,10 @@ class TrainStep:
         if judgement is not None and not math.isfinite(judgement.loss):
             loss, losses = judgement.loss, judgement.losses
         suspects = range(fed.plan.microbatches) if math.isfinite(loss) else self._not_finite(losses, fed.plan.microbatches)
-        path = self.nonfinite.keep(fed, number + 1, suspects) if self.nonfinite else None
+        if self.nonfinite is None:
+            return
+        whole = [self.forward.with_all_rows(s) if m in suspects else s for s, m in zip(fed.sequences, fed.microbatch_of, strict=True)]
+        path = self.nonfinite.keep(replace(fed, sequences=whole), number + 1, suspects)
         if path:
             print(f"step {number + 1}: loss or gradients were not finite, nothing is changed; what was fed: {path}", flush=True)
 

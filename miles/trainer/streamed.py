@@ -39,15 +39,15 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
         del self._loaded
 
 
-def stream(part: DistributedOptimizer, folder: Path) -> None:
-    """Move the state of one distributed optimizer, before its first step, to files in `folder`.
+def stream(part: DistributedOptimizer, folder: Path, **options) -> None:
+    """Move the state of one distributed optimizer, before its first step, to files in `folder`. `options` are those of StreamedAdam.
 
-    Raises EnvironmentFault: the folder is in memory, on the network or too small.
+    Raises EnvironmentFault: the folder is unfit for that (check_folder).
     """
     targets = {main: model for mains, models in zip(part.shard_fp32_from_float16_groups, part.shard_float16_groups, strict=True)
                for main, model in zip(mains, models, strict=True)}
     mains = [p for group in part.optimizer.param_groups for p in group["params"]]
-    part.optimizer = StreamedAdam(part.optimizer.param_groups, [targets.get(p, p).detach() for p in mains], folder)
+    part.optimizer = StreamedAdam(part.optimizer.param_groups, [targets.get(p, p).detach() for p in mains], folder, **options)
     part.__class__ = StreamedDistributedOptimizer  # megatron's factory has no place for another class
     for p in targets:
         p.untyped_storage().resize_(0)
@@ -65,7 +65,8 @@ def begin_saving(folder: Path, name: str, optimizer, chunks: list, arch: Archite
         owned = {o.main: o for o in _owned(part, shards)}
         tensors = [SavedTensor(o.shard.names, o.shard.index, o.shard.of, o.shape, o.start, p.numel()) for p in part.optimizer.parameters for o in (owned[p],)]
         state, described = (folder / file for file in file_names(name, rank, i))
-        copies.append((part.optimizer.store.snapshot(), state, described, SavedFile(part.optimizer.store.layout.bucket, tensors)))
+        layout = part.optimizer.store.layout
+        copies.append((part.optimizer.store.snapshot(), state, described, SavedFile(layout.bucket, layout.moments, tensors)))
 
     def copy() -> list[Path]:
         written = []

@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from miles.buffer import GroupReader
 from miles.buffer.storage import Parts, Sealed, seal
 from miles.core import Trajectory
@@ -20,6 +22,12 @@ def seal_parts(buffer_dir: Path, group_id: int, samples: Sequence[int]) -> Seale
     return seal(buffer_dir, group_id, {s: there[s] for s in samples})
 
 
-def read_one(run: RunDir, group: int, index: int, layers=None) -> Trajectory:
+def read_slice(run: RunDir, group: int, index: int, layers=None, rows=None) -> np.ndarray:
+    """Routes of some layers at `rows(T - 1)`."""
     with GroupReader(run.buffer_dir) as reader:
-        return reader.trajectory(group, index, layers)
+        return reader.slice(group, index, layers, rows)[1]
+
+
+def read_one(run: RunDir, group: int, index: int) -> Trajectory:
+    with GroupReader(run.buffer_dir) as reader:
+        return reader.trajectory(group, index)

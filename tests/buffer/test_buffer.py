@@ -23,7 +23,7 @@ from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import PoolDir, PoolFacts, RunDir
-from tests.buffer.parts import finished_parts, read_one, seal_parts
+from tests.buffer.parts import finished_parts, read_one, read_slice, seal_parts
 
 
 def trajectory(group=0, sample=0, version=1, reward=1.0, n=6):
@@ -167,23 +167,25 @@ def test_a_flipped_bit_anywhere_in_a_sample_is_found(run, data):
     read_group(run.buffer_dir, 0)
 
 
-def test_layers_are_read_alone_and_verified_alone(run, writer):
-    routes = np.random.default_rng(0).random((1100, 6, 32)).argsort(-1)[..., :4].astype(np.uint8)
+def test_layers_and_rows_are_read_alone_and_verified_alone(run, writer):
+    routes = np.random.default_rng(0).random((5000, 6, 32)).argsort(-1)[..., :4].astype(np.uint8)
     writer.start(0, "t")
-    write_part(run, 1, [replace(trajectory(n=1101), routes=routes)])
+    write_part(run, 1, [replace(trajectory(n=5001), routes=routes)])
     writer.seal(0, [0])
     expected = np.sort(routes, axis=-1)
-    assert np.array_equal(read_one(run, 0, 0, slice(2, 4)).routes, expected[:, 2:4])
-    assert read_one(run, 0, 0, ()).routes.shape == (1100, 0, 4)
+    assert np.array_equal(read_slice(run, 0, 0, slice(2, 4)), expected[:, 2:4])
+    assert read_slice(run, 0, 0, ()).shape == (5000, 0, 4)
+    assert np.array_equal(read_slice(run, 0, 0, [1], lambda fed: ((0, 10), (fed - 10, fed))), expected[[*range(10), *range(4990, 5000)]][:, [1]])
     assert read_summaries(run.buffer_dir, 0)[0]["routes_shape"] == [6, 4]
-    flip(run, 0, 0, 0, from_end=True)  # in the last layer
-    assert np.array_equal(read_one(run, 0, 0, range(5)).routes, expected[:, :5])
-    with pytest.raises(StructureError, match="block 5 .layers 5 .. 5. is not what was written"):
-        read_one(run, 0, 0, [5])
+    flip(run, 0, 0, 0, from_end=True)  # in the last rows of the last layer
+    assert np.array_equal(read_slice(run, 0, 0, range(5)), expected[:, :5])
+    assert np.array_equal(read_slice(run, 0, 0, [5], lambda fed: [(0, 4096)]), expected[:4096, [5]])
+    with pytest.raises(StructureError, match="layers 5 .. 5, rows 4096 .. is not what was written"):
+        read_slice(run, 0, 0, [5])
     place = read_sealed(run.buffer_dir, 0).places[0]
     flip(run, 0, 0, place.offset + place.size - place.body - leaf_of(run, place).sizes[-1])  # in the header of the routes
     with pytest.raises(StructureError):
-        read_one(run, 0, 0, ())
+        read_slice(run, 0, 0, ())
 
 
 def leaf_of(run, place):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import routes_reference as reference
 
-HEAD, ENTRY = 28, 13  # bytes of the header, and of each block's entry in it
+HEAD, ENTRY = 32, 13  # bytes of the header, and of each block's entry in it
 
 
 def draw_sets(rng, rows, layers, k, experts, skew=0.0):
@@ -43,7 +43,7 @@ def test_two_rows_of_two_out_of_four_by_hand():
     words = reference.encode([[0, 1], [2, 3]], [1, 1, 1, 1], 2, 1)
     assert words == [(4612 * 2**24 + 2801710) % 2**32, (4612 * 2**24 + 2801710) >> 32]
     blob = encode_routes(np.array([[[1, 0]], [[3, 2]]], np.uint8))
-    assert len(blob) == HEAD + ENTRY + 8 and blob[-8:].view(np.uint32).tolist() == words
+    assert len(blob) == HEAD + 2 * ENTRY + 8 and blob[-8:].view(np.uint32).tolist() == words
     assert decode_routes(blob).tolist() == [[[0, 1]], [[2, 3]]]
 
 
@@ -65,7 +65,7 @@ def test_weight_codes_are_eight_steps_an_octave():
 def test_what_is_written_comes_back_ascending(data):
     experts = data.draw(st.one_of(st.integers(1, 20), st.integers(21, 300), st.sampled_from([65536])))
     k = data.draw(st.integers(1, min(experts, 12)))
-    rows, layers = data.draw(st.sampled_from([0, 1, 2, 5, 63, 64, 65, 67, 300])), data.draw(st.integers(0, 3))
+    rows, layers = data.draw(st.sampled_from([0, 1, 2, 5, 63, 64, 65, 67, 300, 2048, 2049, 4100])), data.draw(st.integers(0, 3))
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     if experts > 300:
         rows = min(rows, 5)
@@ -92,8 +92,9 @@ def test_the_compiled_coder_writes_the_bytes_of_the_plain_one(experts, k, rows, 
     assert kernels.decode(words.copy(), z, s, kernels.guesses(z, k), lanes, back) and np.array_equal(back, sets)
 
 
-@pytest.mark.parametrize(("skew", "most"), [(0.0, 1.003), (1.0, 0.8)])
+@pytest.mark.parametrize(("skew", "most"), [(0.0, 1.0036), (1.0, 0.8)])
 def test_size_is_at_the_bound_for_uniform_routes_and_below_for_skewed_ones(skew, most):
+    """The bound is 97,083 bytes. One segment takes 0.08 % more; each of seven others 36 bytes (13 in the header, 23 for the states of four coders), 0.26 %."""
     routes = draw_sets(np.random.default_rng(0), 16000, 1, 8, 256, skew)
     assert len(encode_routes(routes)) * 8 <= most * 16000 * log2(comb(256, 8))
 
@@ -105,28 +106,58 @@ def test_repeated_text_takes_next_to_nothing():
     assert len(blob) < 3 * once.size and np.array_equal(decode_routes(blob), np.sort(routes, axis=-1))
 
 
-@settings(max_examples=40, deadline=None)
+class Counted:
+    """A blob that notes which of its bytes are read."""
+
+    def __init__(self, blob):
+        self.blob, self.touched, self.reads = blob, [], 0
+
+    def __len__(self):
+        return len(self.blob)
+
+    def __getitem__(self, part):
+        self.touched.extend(range(*part.indices(len(self.blob))))
+        self.reads += 1
+        return self.blob[part]
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_reading_some_layers_equals_slicing_and_touches_nothing_else(data):
+def test_reading_some_layers_and_rows_equals_slicing_and_touches_nothing_else(data):
     layers = data.draw(st.integers(1, 9))
-    rows = data.draw(st.sampled_from([30, 400, 1500]))  # all layers, two layers, one layer in a block
-    routes = draw_sets(np.random.default_rng(1), rows, layers, 3, 16)
-    blob, touched = encode_routes(routes), []
-
-    class Source:
-        def __len__(self):
-            return len(blob)
-
-        def __getitem__(self, part):
-            touched.extend(range(*part.indices(len(blob))))
-            return blob[part]
-
+    rows = data.draw(st.sampled_from([30, 400, 1500, 2048, 4097, 5000]))  # all layers, two layers, one layer in a section; up to three segments
+    routes = draw_sets(np.random.default_rng(1), rows, layers, 3, 16, data.draw(st.sampled_from([0.0, 2.0])))
+    source = Counted(encode_routes(routes))
     first = data.draw(st.integers(0, layers))
-    chosen = data.draw(st.sampled_from([slice(first, None), slice(None, first), slice(None, None, 2), range(first, layers), [layers - 1]]))
-    reader = RouteReader(Source())
-    wanted = np.sort(routes, axis=-1)[:, chosen if isinstance(chosen, slice) else list(chosen)]
-    assert np.array_equal(reader.read(chosen), wanted)
-    assert len(touched) == len(set(touched)) == reader.size(chosen)
+    chosen = data.draw(st.sampled_from([None, slice(first, None), slice(None, first), slice(None, None, 2), range(first, layers), [layers - 1]]))
+    near = st.sampled_from([b for b in (0, 1, 2047, 2048, 2049, 4096, rows - 1, rows) if b <= rows])
+    bounds = sorted(data.draw(st.lists(st.one_of(near, st.integers(0, rows)), min_size=0, max_size=6).filter(lambda b: len(b) % 2 == 0)))
+    ranges = data.draw(st.sampled_from([None, list(zip(bounds[::2], bounds[1::2], strict=True))]))
+    reader = RouteReader(source)
+    index = np.arange(rows) if ranges is None else np.concatenate([np.arange(0), *(np.arange(*r) for r in ranges)])
+    columns = slice(None) if chosen is None else chosen if isinstance(chosen, slice) else list(chosen)
+    assert np.array_equal(reader.read(chosen, ranges), np.sort(routes, axis=-1)[index][:, columns])
+    assert len(source.touched) == len(set(source.touched)) == reader.size(chosen, ranges)
+
+
+@pytest.mark.parametrize("skew", [0.0, 1.0])
+def test_a_context_parallel_rank_reads_its_share_of_the_bytes_with_a_read_for_each_of_its_ranges(skew):
+    """Of 16384 rows, rank 1 of 4 holds chunks 1 and 6 of eight, which are segments 1 and 6; a pipeline stage besides half of the layers."""
+    blob = encode_routes(draw_sets(np.random.default_rng(3), 16384, 4, 8, 64, skew))
+    source = Counted(blob)
+    reader, ranges = RouteReader(source), [(2048, 4096), (12288, 14336)]
+    assert source.reads == 2  # header and table
+    part = reader.read([2, 3], ranges)
+    assert np.array_equal(part, decode_routes(blob)[np.r_[2048:4096, 12288:14336], 2:])
+    assert source.reads == 2 + 2 + (skew > 0)  # and the weights
+    assert reader.size([2, 3], ranges) - len(reader.header) < 1.01 * (len(blob) - len(reader.header)) / 8 + 2 * 64
+
+
+@pytest.mark.parametrize("ranges", [[(0, 6)], [(3, 2)], [(2, 4), (3, 5)], [(-1, 2)]])
+def test_rows_that_are_not_there_or_not_in_order_are_refused(ranges):
+    blob = encode_routes(draw_sets(np.random.default_rng(1), 5, 2, 2, 8))
+    with pytest.raises(StructureError, match="of routes with 5 rows"):
+        decode_routes(blob, rows=ranges)
 
 
 def test_layers_that_are_not_there_are_refused():
@@ -140,7 +171,7 @@ def test_layers_that_are_not_there_are_refused():
 def test_damage_is_found(data):
     rng = np.random.default_rng(2)
     kind = data.draw(st.sampled_from(["uniform", "weighted", "repeated", "few"]))
-    routes = draw_sets(rng, {"few": 6}.get(kind, 500), 2, 4, 32, 2.0 if kind == "weighted" else 0.0)
+    routes = draw_sets(rng, {"few": 6, "weighted": 2100}.get(kind, 500), 2, 4, 32, 2.0 if kind == "weighted" else 0.0)
     if kind == "repeated":
         routes[:] = routes[:1]
     blob = encode_routes(routes)

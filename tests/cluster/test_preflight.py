@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles.cluster.preflight import model, precision
-from miles.config import load_config
-from miles.core import ConfigError
+from miles.cluster.preflight import Unknown, model, precision, preflight, state_folder
+from miles.config import SiteConfig, load_config
+from miles.core import ConfigError, EnvironmentFault
 from miles.weights.precision.folder import quantize_folder
 
 
@@ -47,3 +47,48 @@ def test_check_refuses_a_reference_or_critic_that_is_not_there(config, changes, 
 
 def test_check_says_the_formats_of_a_run_that_quantizes_nothing():
     assert precision(load_config("configs/tiny_async.toml"), None) == "trainer fp32, rollout fp32"
+
+
+STREAM = "trainer.optimizer.state=stream"
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4,
+         "vocab_size": 100, "max_position_embeddings": 4096, "tie_word_embeddings": False}
+
+
+@pytest.fixture
+def streaming(tmp_path):
+    (tmp_path / "llama").mkdir()
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA))
+    return lambda *more: load_config("configs/tiny_async.toml", (f"model.path={tmp_path / 'llama'}", "trainer.layout.ep=1", STREAM, f"trainer.optimizer.state_dir={tmp_path}", *more))
+
+
+def test_check_asks_of_the_state_folder_what_all_trainer_ranks_of_the_machine_need(streaming, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("miles.optim.check_folder", lambda folder, need, network: asked.append((folder, need, network)) or "fit")
+    one = state_folder(streaming(), SiteConfig())
+    state_folder(streaming("trainer.optimizer.state_on_network=true"), SiteConfig(), nodes=2)
+    assert one.startswith("fit, ") and one.endswith(" GB needed")
+    assert asked[0][::2] == (tmp_path, False) and asked[1] == (tmp_path, 2 * asked[0][1], True)
+    left = tmp_path / "miles-optimizer-mine" / "e000001"
+    left.mkdir(parents=True)
+    (left / "state.0").write_bytes(bytes(4096))
+    state_folder(streaming(), SiteConfig(), run="mine")
+    assert asked[2][1] == asked[0][1] - 4096
+
+
+def test_a_state_folder_in_memory_fails_a_start_here_and_warns_where_nodes_are_elsewhere(streaming):
+    found = {}
+    for launcher in ("local", "slurm", None):
+        findings = preflight(streaming("trainer.optimizer.state_dir=/dev/shm"), SiteConfig(), launcher)
+        found[launcher] = next(f for f in findings if f.name == "state folder")
+    assert [found[x].status for x in ("local", "slurm", None)] == ["fail", "warn", "warn"]
+    assert "/dev/shm, is on tmpfs: in memory" in found["local"].text and found["local"].exit_code == 3
+    assert "state folder" not in {f.name for f in preflight(load_config("configs/tiny_async.toml"), SiteConfig())}
+
+
+def test_a_state_folder_is_judged_also_before_the_model_is_made(tmp_path):
+    config = load_config("configs/tiny_async.toml", (STREAM, f"model.path={tmp_path / 'later'}", f"trainer.optimizer.state_dir={tmp_path}"))
+    with pytest.raises(Unknown, match="there is no memory plan"):
+        state_folder(config, SiteConfig())
+    with pytest.raises(EnvironmentFault, match="is on tmpfs"):
+        state_folder(config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": config.trainer.optimizer.model_copy(
+            update={"state_dir": "/dev/shm"})})}), SiteConfig())

@@ -147,6 +147,16 @@ def test_streamed_state_takes_three_files_with_the_parameters_in_each_also_in_fp
         assert round(plan.disk_per_node_gb * 1e9) == 4 * 3 * 12 * 1216  # four ranks of a node, the fuller stage's parameters
 
 
+def test_bf16_moments_take_two_thirds_of_the_disk_and_need_streamed_state():
+    stream = draft_plan(small("trainer.optimizer.state=stream", "trainer.optimizer.moments=bf16"), SiteConfig(node_disk_gb=1e-6), SMALL)
+    assert round(stream.disk_per_node_gb * 1e9) == 4 * 3 * 8 * 1216
+    assert "moments" not in stream.problems[0]
+    wide = draft_plan(small("trainer.optimizer.state=stream"), SiteConfig(node_disk_gb=1e-6), SMALL)
+    assert "or set trainer.optimizer.moments = 'bf16'" in wide.problems[0]
+    with pytest.raises(ConfigError, match="moments = 'bf16' with state = 'resident'"):
+        small("trainer.optimizer.moments=bf16")
+
+
 def test_activations_worked_by_hand():
     plan = draft_plan(
         small("trainer.max_tokens_per_microbatch=1000", "trainer.recompute=full", "rollout.max_session_tokens=640"), SiteConfig(), SMALL

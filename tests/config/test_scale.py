@@ -15,6 +15,11 @@ def test_a_production_config_is_rehearsed_with_every_parallel_dimension_it_uses(
     assert d.trainer.optimizer.state == "resident" and d.engine.speculative is None
 
 
+def test_the_rehearsal_of_bf16_moments_has_those_of_resident_state():
+    c = load_config("configs/glm52_async.toml", ("trainer.optimizer.moments=bf16",))
+    assert (c.trainer.optimizer.moments, dev_scale(c).trainer.optimizer.moments) == ("bf16", "fp32")
+
+
 def test_a_config_that_is_small_already_keeps_its_size():
     c = load_config("configs/tiny_async.toml")
     d = dev_scale(c)

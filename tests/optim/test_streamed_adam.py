@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from miles.core import EnvironmentFault
-from miles.optim import BucketStore, SavedFile, SavedState, SavedTensor, StreamedAdam, check_folder, claim, file_names, release
+from miles.optim import BucketStore, SavedFile, SavedState, SavedTensor, StreamedAdam, check_folder, claim, file_names, folder_of, left_by, release
+from miles.optim.adam import adam_on_device
 from miles.optim.folder import file_system
 from miles.platform.cpu_adam import CpuFusedAdam
+from miles.platform.cpu_adam import adam_ as adam_on_cpu
 
 SIZES, BUCKET = (5000, 1, 333, 7777), 2048
 
@@ -39,7 +41,7 @@ def streamed(folder, params, **options):
 
 
 def state_of(optimizer):
-    """Main value and moments of each parameter, as they lie on disk."""
+    """Main value and moments of each parameter, as float32, as they lie on disk."""
     out = [[torch.empty(p.numel()) for _ in range(3)] for p in optimizer.parameters]
     for bucket, pieces in enumerate(optimizer.store.layout.pieces()):
         for field, values in enumerate(optimizer.store.read(bucket)):
@@ -58,6 +60,21 @@ def test_steps_are_those_of_resident_adam_bit_for_bit(tmp_path):
     for a, b, (main, mean, square) in zip(ours, theirs, state_of(stream), strict=True):
         assert torch.equal(a, b) and torch.equal(main, b.detach())
         assert torch.equal(mean, resident.state[b]["exp_avg"]) and torch.equal(square, resident.state[b]["exp_avg_sq"])
+
+
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_step_on_a_device_is_that_of_the_cpu_up_to_rounding(weight_decay):
+    """Run here on the CPU, from the same state each time."""
+    torch.manual_seed(0)
+    state = [torch.randn(4096), torch.randn(4096), torch.randn(4096), torch.rand(4096)]
+    for step in (1, 2, 1000):
+        group = {"lr": 1e-2, "betas": (0.9, 0.98), "eps": 1e-8, "weight_decay": weight_decay, "bias_correction": True, "step": step}
+        one, other = ([t.clone() for t in state] for _ in range(2))
+        adam_on_cpu(*one, group)
+        adam_on_device(*other, group)
+        for got, want in zip(other, one, strict=True):
+            assert torch.allclose(got, want, rtol=1e-6, atol=1e-7)
+        assert not torch.equal(one[0], state[0])
 
 
 def test_a_bf16_target_gets_the_rounded_main_value(tmp_path):
@@ -93,12 +110,25 @@ def test_a_flipped_bit_is_an_environment_fault_that_names_file_and_bucket(tmp_pa
     assert optimizer.store.manifest.generation == 0
 
 
+@pytest.mark.parametrize("position", [0, 8191, 8192, 24575])
+def test_blocks_read_in_parts_are_checked_to_the_last_byte(tmp_path, monkeypatch, position):
+    monkeypatch.setattr("miles.optim.store.PART", 8192)  # a block has 24,576 bytes
+    params = parameters()
+    optimizer = streamed(tmp_path, params)
+    for step in range(2):
+        set_gradients(params, step)
+        optimizer.step()
+    damage(optimizer, optimizer.store.layout.block_bytes + position)
+    with pytest.raises(EnvironmentFault, match=r"bucket 1 of .*state\.0 \(generation 2\)"):
+        optimizer.step()
+
+
 def test_a_file_that_ends_early_is_an_environment_fault(tmp_path):
     params = parameters()
     optimizer = streamed(tmp_path, params)
     os.truncate(tmp_path / "state.0", 3 * optimizer.store.layout.block_bytes)
     set_gradients(params, 0)
-    with pytest.raises(EnvironmentFault, match="ends within bucket 3"):
+    with pytest.raises(EnvironmentFault, match=r"state\.0 ends at byte 73728, within a block that begins at 73728"):
         optimizer.step()
 
 
@@ -111,7 +141,7 @@ def test_a_full_disk_is_an_environment_fault_and_the_generation_before_stays(tmp
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as m:
-        m.setattr("miles.optim.store.os.pwritev", full)
+        m.setattr("miles.optim.direct.os.pwritev", full)
         with pytest.raises(EnvironmentFault, match="No space left"):
             optimizer.step()
     assert optimizer.store.manifest.generation == 0
@@ -143,13 +173,15 @@ def save(optimizer, snapshot, folder, rank=0, starts=(0, 0, 0, 0), names=None):
     snapshot.copy(folder / state)
     tensors = [SavedTensor((f"p{n}",) if names is None else names, 0, 1, (size,), start, p.numel())
                for n, (size, start, p) in enumerate(zip(SIZES, starts, optimizer.parameters, strict=True))]
-    (folder / described).write_bytes(msgspec.json.encode(SavedFile(optimizer.store.layout.bucket, tensors)))
+    layout = optimizer.store.layout
+    (folder / described).write_bytes(msgspec.json.encode(SavedFile(layout.bucket, layout.moments, tensors)))
 
 
+@pytest.mark.parametrize("moments", ["fp32", "bf16"])
 @pytest.mark.parametrize(("start", "count"), [(0, 7777), (2047, 2), (100, 1), (5000, 2777)])
-def test_any_range_of_a_parameter_is_found_in_a_saved_file(tmp_path, start, count):
+def test_any_range_of_a_parameter_is_found_in_a_saved_file(tmp_path, start, count, moments):
     params = parameters()
-    optimizer = streamed(tmp_path / "state", params)
+    optimizer = streamed(tmp_path / "state", params, moments=moments)
     set_gradients(params, 0)
     optimizer.step()
     save(optimizer, optimizer.store.snapshot(), tmp_path)
@@ -194,7 +226,43 @@ def test_memory_network_and_too_small_disks_are_refused(tmp_path):
         with pytest.raises(EnvironmentFault, match=f"is on {kind}"):
             check_folder(tmp_path, 1, mounts=f"{point} / {kind} rw 0 0\n")
     with pytest.raises(EnvironmentFault, match="GB free"):
-        check_folder(tmp_path, 1 << 60, mounts="/dev/a / ext4 rw 0 0\n")
+        check_folder(tmp_path, 1 << 60, mounts=LOCAL)
+
+
+LOCAL = "/dev/a / ext4 rw 0 0\n"
+
+
+def test_a_network_disk_is_taken_where_the_user_says_so_and_memory_never_is(tmp_path):
+    assert check_folder(tmp_path, 1, network=True, mounts="h:/x / lustre rw 0 0\n").startswith(f"{tmp_path} is on lustre, ")
+    with pytest.raises(EnvironmentFault, match="in memory"):
+        check_folder(tmp_path, 1, network=True, mounts="tmpfs / tmpfs rw 0 0\n")
+
+
+def test_a_folder_that_is_not_there_yet_is_judged_by_what_it_will_be_made_in_and_not_made(tmp_path):
+    assert check_folder(tmp_path / "a" / "b", 1, mounts=LOCAL).startswith(f"{tmp_path}/a/b is on ext4, ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_which_nothing_can_be_written_or_linked_is_refused(tmp_path, monkeypatch):
+    for call in ("fsync", "link"):
+        def fails(*_):
+            raise OSError(1, "Operation not permitted")
+
+        with monkeypatch.context() as m:
+            m.setattr(f"miles.optim.folder.os.{call}", fails)
+            with pytest.raises(EnvironmentFault, match=f"in {tmp_path} no file can be written, synced and linked: Operation not permitted"):
+                check_folder(tmp_path, 1, mounts=LOCAL)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_left_is_counted_as_the_blocks_that_it_takes(tmp_path):
+    folder = folder_of(tmp_path, "run") / "e000001" / "rank_00000"
+    folder.mkdir(parents=True)
+    (folder / "state.0").write_bytes(bytes(8192))
+    (folder / "state.1").touch()
+    with (folder / "sparse").open("wb") as f:
+        f.truncate(1 << 30)
+    assert left_by(folder_of(tmp_path, "run")) == 8192 and left_by(folder_of(tmp_path, "other")) == 0
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -244,5 +312,7 @@ def test_a_rank_claims_its_folder_from_its_predecessors_and_leaves_none(tmp_path
     second.mkdir(parents=True)
     release(second)
     assert [p.relative_to(tmp_path) for p in tmp_path.rglob("rank_*")] == [other.relative_to(tmp_path)]
-    release(other)
+    assert claim(tmp_path / "run", 3, 1).parent.name == "e000003" and list((tmp_path / "run").iterdir()) == []  # nor is an empty folder left of an epoch
+    second.mkdir(parents=True)
+    release(second)
     assert not (tmp_path / "run").exists()

@@ -73,5 +73,16 @@ def test_adam_equals_torch_adamw(decay):
     assert set(optimizers[0].state[ours]) == {"exp_avg", "exp_avg_sq"}
 
 
+def test_adam_leaves_storages_that_can_be_given_back_and_takes_parameters_of_no_elements():
+    p, none = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(0))
+    optimizer = CpuFusedAdam([p, none])
+    p.grad, none.grad = torch.ones(5), torch.ones(0)
+    optimizer.step()
+    held = (p.detach(), p.grad, *optimizer.state[p].values())
+    for t in held:
+        t.untyped_storage().resize_(0)
+    assert [t.untyped_storage().nbytes() for t in held] == [0, 0, 0, 0]
+
+
 def test_zigzag_split_covers_a_sequence_once():
     assert [zigzag_positions(8, 2, r).tolist() for r in range(2)] == [[0, 1, 6, 7], [2, 3, 4, 5]]

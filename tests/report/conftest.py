@@ -8,7 +8,7 @@ import pytest
 from miles.config import load_config
 from miles.core import Role
 from miles.rundir import RunDir
-from tests.report.synthetic import journal, queue_row, ready, step_row, trajectory_row, weight_row, write_log
+from tests.report.synthetic import journal, queue_row, ready, step_row, trajectory_row, truth_row, weight_row, write_log
 
 
 @pytest.fixture
@@ -49,6 +49,7 @@ def run(empty):
             step_row(2, 1, exact_tokens=30),
             step_row(3, 1, reward_mean=0.9, staleness_max=9),
         ],
+        truth=[truth_row(1, 0, 40), truth_row(2, 0, 30), truth_row(2, 1, 10), truth_row(3, 3, 1000)],
     )
     write_log(
         run,
@@ -60,6 +61,7 @@ def run(empty):
             step_row(3, 2, exact_logprob_diff_mean=5e-5, exact_logprob_diff_max=3e-4, staleness_mean=1.5, staleness_max=2, trajectories=6),
             step_row(4, 2, step_s=6.0, wait_s=5.0, exact_tokens=0),
         ],
+        truth=[truth_row(3, 1, 30, logprob_diff_mean=6e-3, ess=0.91), truth_row(3, 3, 10), truth_row(4, 0, 40, logprob_diff_p99=7e-3)],
     )
     write_log(
         run,

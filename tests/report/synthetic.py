@@ -52,6 +52,22 @@ def step_row(step, epoch, **changes):
     }
 
 
+def truth_row(step, staleness, tokens, **changes):
+    return {
+        "step": step,
+        "version": step - 1,
+        "staleness": staleness,
+        "tokens": tokens,
+        "logprob_diff_mean": 1e-3 * (1 + staleness),
+        "logprob_diff_p99": 5e-3,
+        "logprob_diff_max": 1e-2 * step,
+        "kl_mean": 1e-4,
+        "ess": 0.99,
+        "clip_fraction": 0.01,
+        **changes,
+    }
+
+
 def trajectory_row(group, sample, rank=0, **changes):
     return {
         "group_id": group,

@@ -59,6 +59,23 @@ def test_logprob_difference_is_weighted_by_exact_tokens(run):
     assert d["all_tokens_mean"] == pytest.approx(1e-3)
 
 
+def test_truth_by_staleness_is_weighted_by_tokens_and_of_the_lineage_alone(run):
+    rows = report(run.path)["truth_by_staleness"]
+    # tokens: 40 + 30 + 40 of staleness 0, 10 + 30 of 1, 10 of 3; the 1000 of the undone step 3 are not in it
+    assert [(r["staleness"], r["tokens"], r["steps"]) for r in rows] == [(0, 110, 3), (1, 40, 2), (3, 10, 1)]
+    assert [r["share"] for r in rows] == pytest.approx([110 / 160, 40 / 160, 10 / 160])
+    assert rows[1]["logprob_diff_mean"] == pytest.approx((10 * 2e-3 + 30 * 6e-3) / 40) and rows[1]["ess"] == pytest.approx((10 * 0.99 + 30 * 0.91) / 40)
+    assert rows[0]["logprob_diff_p99"] == 5e-3 and rows[0]["logprob_diff_max"] == pytest.approx(4e-2)  # median of 5, 5, 7; largest of steps 1, 2, 4
+    page = render_text(report(run.path))
+    assert "by staleness of the token" in page and "1                    25.0%            40     5.00e-03   5.0e-03   3.0e-02   1.0e-04    0.93    1.00%" in page
+    assert "3 or more " in page
+
+
+def test_a_run_without_figures_by_staleness_has_no_block_for_them(empty):
+    s = report(empty.path)
+    assert s["truth_by_staleness"] == [] and "by staleness" not in render_text(s)
+
+
 def test_staleness_mean_is_over_trajectories_and_the_histogram_joins_journal_and_log(run):
     age = report(run.path)["staleness"]
     assert age["mean"] == pytest.approx((0.5 * 2 + 0.5 * 2 + 1.5 * 6 + 0.5 * 2) / 12)

@@ -24,7 +24,7 @@ def test_dump_logs_lists_tables_and_prints_csv(run):
 def test_dump_logs_names_the_valid_tables(run):
     result = tool("dump_logs", run.path, "step")
     assert result.returncode == 2
-    assert "one of engine, mismatches, queue, steps, trajectories, weights" in result.stderr
+    assert "one of engine, mismatches, queue, steps, trajectories, truth, weights" in result.stderr
 
 
 def test_plot_run_writes_a_file_per_chart(run, tmp_path):

@@ -4,7 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import StructureError
-from miles.trainer.batching import Sequence, pack, plan_batch, token_weights
+from miles.platform.context_parallel import zigzag_positions
+from miles.trainer.batching import Sequence, held_rows, pack, padded_rows, plan_batch, token_weights
 
 
 def sequence(tokens, mask, logprobs=None, routes=None, advantage=1.0, exact=True):
@@ -67,11 +68,31 @@ def test_row_t_holds_token_t_its_successor_and_its_routes():
 
 
 def test_sequences_are_padded_for_context_parallelism_and_padding_has_no_weight():
-    packed = pack([sequence([1, 2, 3, 4], [0, 1, 1, 1]), sequence([5, 6], [0, 1])], [0.1, 0.2], align=4, total_align=16)
+    packed = pack([sequence([1, 2, 3, 4], [0, 1, 1, 1]), sequence([5, 6], [0, 1])], [0.1, 0.2], cp=2, total_align=16)
     assert packed.bounds.tolist() == [0, 4, 8, 16]
     assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, *range(8)]
     np.testing.assert_allclose(packed.weights, [0.1, 0.1, 0.1, 0, 0.2] + [0] * 11, rtol=1e-6)
     assert packed.longest == 8
+
+
+@given(st.integers(1, 60), st.integers(1, 5))
+def test_a_context_parallel_rank_holds_the_rows_of_its_two_chunks_without_padding(fed, cp):
+    whole = padded_rows(fed, cp)
+    for rank in range(cp):
+        want = [row for row in (zigzag_positions(whole, cp, rank).tolist() if cp > 1 else range(fed)) if row < fed]
+        assert [row for part in held_rows(fed, cp, rank) for row in range(*part)] == want
+
+
+def test_routes_of_a_context_parallel_rank_lie_where_its_rows_do():
+    """5 tokens take 8 rows in four chunks, of which rank 1 has the second and third: rows 2, 3 and 4, 5, the last of them padding. Then a sequence of 2 in
+    chunks of one row: none of its own."""
+    routes = np.arange(10, 20, dtype=np.uint8).reshape(5, 1, 2)
+    batch = [sequence(range(6), [0, 1, 1, 1, 1, 1], routes=routes[[2, 3, 4]]), sequence([7, 8, 9], [0, 1, 1], routes=routes[[1]])]
+    packed = pack(batch, [0.1, 0.1], cp=2, cp_rank=1, total_align=4, routes_shape=(1, 2))
+    assert packed.bounds.tolist() == [0, 8, 12]
+    assert packed.routes[:, 0].tolist() == [[14, 15], [16, 17], [18, 19], [0, 1], [12, 13], [0, 1]]
+    with pytest.raises(StructureError, match=r"\(5, 1, 2\).*6 tokens(?s:.)*\[3, 1, 2\], the rows of this context-parallel rank"):
+        pack([sequence(range(6), [0, 1, 1, 1, 1, 1], routes=routes)], [0.1], cp=2, cp_rank=1, total_align=4, routes_shape=(1, 2))
 
 
 def test_a_rank_without_sequences_packs_one_masked_row_with_valid_routes():

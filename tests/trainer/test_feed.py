@@ -12,7 +12,7 @@ from miles.buffer.storage import parts_dir, read_sealed
 from miles.config import load_config
 from miles.core import StructureError
 from miles.rundir import RunDir
-from miles.trainer.batching import BatchPlan
+from miles.trainer.batching import BatchPlan, held_rows
 from miles.trainer.feed import Feed, Plan
 
 
@@ -21,9 +21,10 @@ def run(tmp_path):
     return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "trainer.groups_per_step=2")))
 
 
-def feed(run, layers, shape=(6, 2)):
-    """The feed of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
-    return Feed(run, None, SimpleNamespace(layers=layers, routes_shape=shape), None, None, None, None, None, None, None)
+def feed(run, layers, shape=(6, 2), cp=1, cp_rank=0):
+    """The feed of a rank of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
+    step = SimpleNamespace(layers=layers, routes_shape=shape, held_rows=lambda fed: held_rows(fed, cp, cp_rank))
+    return Feed(run, None, step, None, None, None, None, None, None, None)
 
 
 def put(run, routes):
@@ -35,13 +36,17 @@ def put(run, routes):
     writer.seal(0, [0])
 
 
-def test_a_pipeline_stage_gets_the_routes_of_its_layers(run):
+def test_a_rank_gets_the_routes_of_the_layers_of_its_stage_at_its_rows(run):
     routes = np.random.default_rng(0).random((60, 6, 8)).argsort(-1)[..., :2].astype(np.uint8)
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
         items = feed(run, layers)._items(0, read_summaries(run.buffer_dir, 0))
         (s,), bad = feed(run, layers)._sequences(Plan(1, 1, items), items)
         assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers]) and not bad
+    for rank in range(2):
+        (s,), bad = feed(run, [2, 3], cp=2, cp_rank=rank)._sequences(Plan(1, 1, items), items)
+        held = [row for part in held_rows(s.fed, 2, rank) for row in range(*part)]
+        assert len(held) < s.fed and np.array_equal(s.routes, np.sort(routes, -1)[held][:, [2, 3]]) and not bad
     (s,), _ = feed(run, [])._sequences(Plan(1, 1, items), items)
     assert s.routes is None  # a stage of dense layers, or no replay
 

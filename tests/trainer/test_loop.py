@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from tiny_models import SHARED_HEAD, make, with_draft
 
 from miles.buffer import BufferView, BufferWriter, Status, write_part
-from miles.config import load_config
+from miles.config import load_config, load_site
 from miles.core import NO_VERSION, Trajectory
 from miles.rundir import RunDir
 from miles.trainer.checkpoint import describe_file
@@ -112,9 +112,10 @@ def ranks_of(process):
 
 
 JUDGED = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-3", "algorithm.critic.alone_steps=1", "algorithm.kl_coefficient=0.1")
+STREAMED = ("trainer.optimizer.state=stream", "trainer.optimizer.moments=bf16")
 
 
-@pytest.mark.parametrize("run", [(), JUDGED], indirect=True, ids=["policy", "policy, critic and reference"])
+@pytest.mark.parametrize("run", [(), (*JUDGED, *STREAMED)], indirect=True, ids=["policy", "policy, critic and reference, streamed"])
 def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     producer, store = Producer(run), WeightStore(run)
     first = start(run)
@@ -141,6 +142,10 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
         assert np.isfinite(t["critic_loss"]).all() == np.isfinite(t["reference_kl_mean"]).all() == (run.config.algorithm.critic is not None)
         assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
+        apart = f["tables/truth"]
+        assert [apart[name].tolist() for name in ("step", "staleness", "tokens")] == [[3, 4], [3, 2], t["sampled_tokens"].tolist()]  # 3: 3 or more
+    scratch = Path(load_site(run.config.cluster.site).scratch)
+    assert not list(scratch.glob(f"miles-optimizer-{run.path.name}*"))
 
 
 def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):

@@ -28,9 +28,9 @@ def two(drafting, tmp_path_factory):
     for kind, state in (("resident", ""), ("streamed", str(tmp_path_factory.mktemp("state")))):
         checkpoint = str(checkpoints / kind)
         folder, routes = drafting["deepseek_v3"], ROUTES["deepseek_v3"]
-        jobs[f"save {kind}"] = Job(worlds.checkpoint_resume, {"ep": 2}, (folder, checkpoint, {"ep": 2}, routes, 2, "fp32", state, None, LR))
+        jobs[f"save {kind}"] = Job(worlds.checkpoint_resume, {"ep": 2}, (folder, checkpoint, {"ep": 2}, routes, 2, "fp32", state, None, None, LR))
         for name in ("tp2", "pp2"):
-            jobs[f"load {kind} {name}"] = Job(worlds.resume_from, LAYOUTS[name], (folder, checkpoint, LAYOUTS[name], routes, state, None, LR))
+            jobs[f"load {kind} {name}"] = Job(worlds.resume_from, LAYOUTS[name], (folder, checkpoint, LAYOUTS[name], routes, state, None, None, LR))
     return dict(zip(jobs, launch(list(jobs.values()), ranks=2, timeout_s=900), strict=True))
 
 

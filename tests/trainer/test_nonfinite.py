@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import worlds
+from launch import Job, launch
 
 import miles.trainer.nonfinite as module
 from miles.core import MilesError
@@ -90,3 +91,8 @@ def test_a_critic_that_is_not_finite_is_the_cause_of_a_policy_that_is_not(world,
         (guilty,) = set(f["microbatch"].tolist())
         assert 2 in plan.bins[0][guilty] and not np.isfinite(f[f"advantages.{guilty}"]).any() and "routes" not in f
     assert torch.isfinite(torch.cat([p.flatten() for p in step.critic.model.chunks[0].parameters()])).all()
+
+
+def test_sequences_whose_rows_lie_on_two_ranks_are_kept_whole_by_the_first(models, tmp_path):
+    (kept,) = launch([Job(worlds.routes_kept, {"cp": 2}, (models["qwen3_moe"], {"cp": 2}, str(tmp_path / "nonfinite")))], ranks=2)
+    assert kept == [[True] * 4] * 2

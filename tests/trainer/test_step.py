@@ -73,6 +73,25 @@ def test_exact_figures_count_exact_trajectories_only(world, models):
     assert got.importance_cut_fraction == 0.0
 
 
+def test_figures_by_staleness_are_those_of_the_tokens_of_each_version(world, models):
+    """Versions 7 (trained), 6 and 2 sampled a third of the tokens each; the rollout is off by 0.001, 0.1 and 0.5."""
+    batch = worlds.sequences(6, 22)
+    ours = worlds.logprobs_of(worlds.build(models["llama"], {}), batch)
+    off, made = {0: 0.001, 1: 0.1, 3: 0.5}, []
+    for i, (s, lp) in enumerate(zip(batch, ours, strict=True)):
+        ages = np.array([(0, 1, 5)[(i + t) % 3] for t in range(len(lp))])
+        versions = np.full(len(s.tokens), -1, np.int32)
+        versions[1:][s.loss_mask[1:] == 1] = 7 - ages
+        made.append(changed(s, versions=versions, logprobs=_put(s, np.array(lp) + np.array([off[min(a, 3)] for a in ages]))))
+    got = worlds.build(models["llama"], {}).run(made, number=0, version=7)
+    assert [k for k, _ in got.by_staleness] == [0, 1, 3] and sum(found.tokens for _, found in got.by_staleness) == got.sampled_tokens
+    for k, found in got.by_staleness:
+        assert found.logprob_diff_mean == pytest.approx(off[k], abs=1e-5) and found.logprob_diff_max == pytest.approx(off[k], abs=1e-4)
+        assert found.kl_mean == pytest.approx(math.exp(-off[k]) - 1 + off[k], rel=1e-2, abs=1e-7) and found.ess == pytest.approx(1.0, abs=1e-6)
+    assert got.logprob_diff_mean == pytest.approx(sum(f.tokens * f.logprob_diff_mean for _, f in got.by_staleness) / got.sampled_tokens)
+    assert worlds.build(models["llama"], {}).run(made, number=0).by_staleness == ()  # which version is trained was not said
+
+
 def _put(s, values):
     out = np.zeros(len(s.tokens), np.float32)
     out[1:][s.loss_mask[1:] == 1] = values

@@ -42,6 +42,32 @@ def test_resident_and_streamed_state_go_on_from_each_others_checkpoints_under_an
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-5) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)
 
 
+BF16 = {"moments": "bf16"}
+
+
+def test_a_resumed_run_with_bf16_moments_goes_on_bit_for_bit(world, models, tmp_path):
+    (tmp_path / "state").mkdir()
+    result = worlds.checkpoint_resume(models["qwen3_moe"], str(tmp_path / "c"), {}, [2, 2, 8], 2, "bf16", str(tmp_path / "state"), None, BF16)
+    assert result["resumed"] == result["went_on"] and result["different"] == []
+
+
+def test_bf16_moments_go_on_under_another_layout_and_as_fp32_and_fp32_moments_as_bf16(models, tmp_path):
+    """After loading, step 2 has the moments of the checkpoint or the nearest to them; loss and gradient of step 3 tell what it made of them."""
+    moe, routes, state = models["qwen3_moe"], [2, 2, 8], str(tmp_path / "state")
+    (tmp_path / "state").mkdir()
+    narrow, wide = str(tmp_path / "narrow"), str(tmp_path / "wide")
+    jobs = [Job(worlds.checkpoint_resume, {"ep": 2}, (moe, narrow, {"ep": 2}, routes, 2, "fp32", state, None, BF16)),
+            Job(worlds.resume_from, {"tp": 2}, (moe, narrow, {"tp": 2}, routes, state, None, BF16)),
+            Job(worlds.resume_from, {"tp": 2}, (moe, narrow, {"tp": 2}, routes)),
+            Job(worlds.checkpoint_resume, {"ep": 2}, (moe, wide, {"ep": 2}, routes, 2, "fp32", state)),
+            Job(worlds.resume_from, {"tp": 2}, (moe, wide, {"tp": 2}, routes, state, None, BF16))]
+    saved, to_narrow, to_resident, saved_wide, wide_to_narrow = launch(jobs, ranks=2)
+    assert to_narrow == to_resident  # step 2 computes in fp32, from the same numbers
+    for loaded, then, rel in ((to_narrow, saved, 2e-5), (wide_to_narrow, saved_wide, 2e-3)):
+        for got, want in zip(loaded[0], then[0]["went_on"], strict=True):
+            assert got["loss"] == pytest.approx(want["loss"], rel=rel) and got["grad_norm"] == pytest.approx(want["grad_norm"], rel=rel)
+
+
 def test_streamed_state_finds_its_elements_whatever_cut_the_parameters(models, tmp_path):
     """A tied embedding of 131 rows: 66 a rank under TP2, where they are padded; on both stages under PP2."""
     (state := tmp_path / "state").mkdir()

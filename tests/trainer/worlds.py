@@ -18,6 +18,7 @@ from miles.trainer.batching import Sequence
 from miles.trainer.checkpoint import begin_checkpoint, load_checkpoint
 from miles.trainer.critic import Critic
 from miles.trainer.model import build_model, build_optimizer
+from miles.trainer.nonfinite import NonFinite, read_sequences
 from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import TrainStep
 from miles.weights.mapping import export_hf
@@ -111,7 +112,7 @@ def logprobs_of(step: TrainStep, batch: list[Sequence]) -> list[list[float]]:
     """Per sequence of this rank: log-probabilities of its sampled tokens. Runs a step (the parameters change afterwards)."""
     seen = capture_logprobs(step)
     plan = step.plan([len(s.tokens) for s in batch])
-    step.run_planned(plan, [batch[i] for i in plan.of_rank(step.data_rank)], number=0)
+    step.run_planned(plan, [step.forward.of_this_rank(batch[i]) for i in plan.of_rank(step.data_rank)], number=0)
     out: list[list[float]] = [[] for _ in batch]
     for bin_, values in zip(plan.bins[step.data_rank], seen, strict=True):
         for i in bin_:
@@ -156,10 +157,10 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None 
 
 
 def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32",
-                      state_dir: str = "", algorithm: dict | None = None, mtp: float | None = None) -> dict:
+                      state_dir: str = "", algorithm: dict | None = None, optimizer: dict | None = None, mtp: float | None = None) -> dict:
     """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp)
+    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
     for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
@@ -174,7 +175,7 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     dist.barrier()
     saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp)
+    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
     load_checkpoint(checkpoint, again.model, again.optimizer, again.critic)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
@@ -184,8 +185,20 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
 
 
 def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "", algorithm: dict | None = None,
-                mtp: float | None = None) -> list[dict]:
+                optimizer: dict | None = None, mtp: float | None = None) -> list[dict]:
     """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
-    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm, mtp=mtp)
+    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
     load_checkpoint(checkpoint, step.model, step.optimizer, step.critic)
     return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]
+
+
+def routes_kept(folder: str, layout: dict, kept_in: str) -> list[bool]:
+    """Of a step that is not finite, whether the routes of each sequence that was kept are those that were fed, in all layers of the stage and all rows."""
+    step = build(folder, layout, replay=True, max_tokens_per_microbatch=64)
+    step.nonfinite = NonFinite(Path(kept_in), 1)
+    fed = [replace(s, advantage=float("inf")) for s in sequences(4, 60, routes=(2, 2, 8))]
+    assert step.run(fed, number=0).skipped
+    dist.barrier()
+    whole = {s.tokens.tobytes(): s.routes for s in fed}
+    (path,) = Path(kept_in).iterdir()
+    return [bool(np.array_equal(s.routes, whole[s.tokens.tobytes()])) for s in read_sequences(path)]

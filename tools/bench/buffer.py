@@ -124,11 +124,11 @@ def codec_for_nothing():
             stored[id(array)] = real[0](array)
         return stored[id(array)]
 
-    def decode(reader, layers=None):
+    def decode(reader, layers=None, rows=None):
         key = bytes(reader.header)
         reader._source[:]  # the bytes are read all the same
         if key not in read:
-            read[key] = real[1](reader, layers)
+            read[key] = real[1](reader, layers, rows)
         return read[key]
 
     routes.encode_routes, routes.RouteReader.read = encode, decode

@@ -21,11 +21,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-import h5py
 import numpy as np
 import zstandard
 
 from miles.buffer import route_kernels as kernels
+from miles.buffer.frames import StoredBytes
 from miles.buffer.routes import RouteReader, decode_routes, encode_routes
 
 LAYERS, CHOSEN, EXPERTS = 60, 8, 256
@@ -73,15 +73,15 @@ def zstd_decode(frames: list[bytes]) -> list[bytes]:
     return [decompressor.decompress(f) for f in frames]
 
 
-def bytes_from_file(blob: np.ndarray, layers: slice | tuple) -> int:
-    """What the kernel hands to this process (rchar) when these layers are read from an HDF5 file, the opening of the file left out."""
-    with tempfile.TemporaryDirectory() as folder:
-        with h5py.File(Path(folder) / "t.h5", "w", libver="earliest") as f:
-            f.create_dataset("routes", data=blob)
-        with h5py.File(Path(folder) / "t.h5", "r") as f:
-            node, before = f["routes"], _rchar()
-            RouteReader(node).read(layers)
-            return _rchar() - before
+def bytes_from_file(blob: np.ndarray, layers: slice | tuple, rows: list[tuple[int, int]] | None = None) -> int:
+    """What the kernel hands to this process (rchar) when these layers and rows are read from a file, as the buffer reads its segments."""
+    with tempfile.TemporaryFile() as file:
+        file.write(blob)
+        file.flush()
+        for _ in range(2):  # the first loads compiled code
+            before = _rchar()
+            RouteReader(StoredBytes(file.fileno(), 0, len(blob))).read(layers, rows)
+        return _rchar() - before
 
 
 def _rchar() -> int:
@@ -102,12 +102,17 @@ def measure(kind: str, routes: np.ndarray, bound_bits: float, times: int) -> lis
     wide = [a.astype(np.int32) for a in per_layer]
     zstd_speed = mb / cpu_seconds(zstd_encode, wide, times=times), mb / cpu_seconds(zstd_decode, zstd_encode(wide), times=times)
     quarter, whole = bytes_from_file(blob, slice(15, 30)), bytes_from_file(blob, slice(None))
+    rows, chunk = len(routes), (len(routes) - 1000) // 8
+    held = [(chunk, 2 * chunk), (6 * chunk, 7 * chunk)]  # of a sequence whose chunks end within segments of 2048 rows
+    touched = sum(min(-(-stop // 2048) * 2048, rows) - start // 2048 * 2048 for start, stop in held) / rows
+    part = bytes_from_file(blob, slice(None), held)
     return [
         figure(f"{kind}: bytes against int32", len(blob), int32, len(blob) / int32, bound_bits / 8, most, len(blob) <= most),
         figure(f"{kind}: bytes against zstd-1 uint8", len(blob), zstd_bytes, len(blob) / zstd_bytes, bound_bits / 8, most, len(blob) <= most),
         figure(f"{kind}: encode MB/s against zstd-1 int32", encode, zstd_speed[0], encode / zstd_speed[0], None, 300, encode >= 300),
         figure(f"{kind}: decode MB/s against zstd-1 int32", decode, zstd_speed[1], decode / zstd_speed[1], None, 300, decode >= 300),
         figure(f"{kind}: bytes read for 15 of 60 layers", quarter, whole, quarter / whole, whole / 4, 0.3 * whole, quarter <= 0.3 * whole),
+        figure(f"{kind}: bytes read by rank 1 of 4 (cp)", part, whole, part / whole, whole / 4, (touched + 0.01) * whole, part <= (touched + 0.01) * whole),
     ]
 
 

@@ -7,7 +7,7 @@
     kl.py           trainer against a reference policy -> divergence of each token
     tokens.py       what they are given
     loss.py         these put together; weights of tokens (the reduction) come from miles.trainer.batching
-    truth.py        how far trainer and engine are apart
+    truth.py        how far trainer and engine are apart, by the staleness of tokens
 """
 
 from miles.trainer.algorithms.advantage import load_advantage, step_advantages
@@ -15,6 +15,6 @@ from miles.trainer.algorithms.gae import gae_of_sequences
 from miles.trainer.algorithms.kl import k3
 from miles.trainer.algorithms.loss import PolicyLoss
 from miles.trainer.algorithms.tokens import SampledTokens
-from miles.trainer.algorithms.truth import HISTOGRAM_EDGES, MAXIMA, SUMS, quantile_of_histogram, truth_sums
+from miles.trainer.algorithms.truth import SUMS, Apart, Truth, apart, truth_of
 
-__all__ = ["HISTOGRAM_EDGES", "MAXIMA", "SUMS", "PolicyLoss", "SampledTokens", "gae_of_sequences", "k3", "load_advantage", "quantile_of_histogram", "step_advantages", "truth_sums"]
+__all__ = ["SUMS", "Apart", "PolicyLoss", "SampledTokens", "Truth", "apart", "gae_of_sequences", "k3", "load_advantage", "step_advantages", "truth_of"]
