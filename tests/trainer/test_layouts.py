@@ -16,6 +16,7 @@ SPARSE_ROUTES = [3, 2, 8]
 SPARSE_LAYOUTS = {**LATENT_LAYOUTS, "ep2": {"ep": 2}}
 INDEXED = {"first_stage_layers": 3}  # of four layers the third uses the index of the second: the second stage starts on the fourth
 STATES = ("resident", "streamed")
+ROUNDTRIPS = [("qwen3", "tp2"), ("qwen3", "pp2"), ("glm", "tp2"), ("glm", "pp2"), ("glm", "ep2"), ("latent", "ep2")]  # of weights alone
 DENSE_LAYOUTS = {"dp2": {}, "tp2": {"tp": 2}, "pp2": {"pp": 2}}
 
 
@@ -70,7 +71,9 @@ def results(models, checkpoints, by_one_rank):
     for reduction in ("token", "sequence"):
         jobs[f"leaves {reduction}"] = Job(worlds.split_rollout, {}, (dense, {}, reduction))
     jobs["idle"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True}, {"ep": 2}, 2, 1, ROUTES))
-    jobs["roundtrip glm ep2"] = Job(worlds.roundtrip, {"ep": 2}, (glm, {"ep": 2}, 20_000))
+    for kind, name in ROUNDTRIPS:
+        model, layout = {"glm": glm, "qwen3": models["qwen3"], "latent": models["deepseek_v3"]}[kind], {name[:2]: 2}
+        jobs[f"roundtrip {kind} {name}"] = Job(worlds.roundtrip, layout, (model, layout, 20_000))
     jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
     jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
     jobs["tied critic pp2"] = Job(worlds.run_steps, {"pp": 2}, (dense, {"algorithm": CRITIC}, {"pp": 2}, 2, 6, None))
@@ -146,11 +149,11 @@ def test_leaves_of_one_rollout_on_different_ranks_train_what_one_sequence_trains
             assert got["sampled_tokens"] == want["sampled_tokens"]
 
 
-@pytest.mark.parametrize(("kind", "name"), [*CASES, ("glm", "ep2")])
+@pytest.mark.parametrize(("kind", "name"), [*CASES, *ROUNDTRIPS])
 def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
     leader, other = results[f"roundtrip {kind} {name}"]
     assert leader == {"names": leader["names"], "repeated": 0, "missing": [], "unknown": [], "different": []}
-    assert leader["names"] == {"moe": 69, "dense": 20, "glm": 57, "latent": 53, "sparse": 144}[kind]
+    assert leader["names"] == {"moe": 69, "dense": 20, "qwen3": 25, "glm": 57, "latent": 53, "sparse": 144}[kind]
     assert other == {"names": 0}
 
 
