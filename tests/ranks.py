@@ -1,6 +1,7 @@
 """MPI ranks of a test, started as the supervisor starts a run's: mpiexec over the wrapper that keeps each rank's words in a file and lets clean
 ranks leave together. Under mpiexec alone the first rank to leave takes the others and what they said last with it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,11 @@ def start(n: int, module: str, run: RunDir, role: str, **env: str) -> subprocess
     run.path.joinpath("ranks").mkdir(exist_ok=True)
     told = {"MILES_ROLE": role, "MILES_EPOCH": str(run.new_epoch(role)), "MILES_FIRST_RANK": "0", "MILES_LAUNCHER": "local", "MILES_FOLDER": str(run.path)}
     return subprocess.Popen([MPIEXEC, "-n", str(n), sys.executable, "-m", "miles.cluster.rank", str(run.path), module], env={**os.environ, **told, **env})
+
+
+def codes(run: RunDir, role: str) -> list[int]:
+    """How the ranks of the role's newest epoch have ended. mpiexec's own code says less: to it a rank that leaves without MPI_Finalize has crashed."""
+    return [json.loads(p.read_text())["code"] for p in sorted((run.path / "ranks").glob(f"{role}-*.e{run.current_epoch(role):04d}.json"))]
 
 
 def said(run: RunDir, role: str) -> str:

@@ -78,11 +78,11 @@ def test_its_loss_is_that_of_transformers_modules_put_together_as_published(worl
 def test_targets_are_the_sampled_tokens_two_ahead_within_a_sequence():
     a, b = worlds.sequences(2, 1)
     tokens, mask = np.array([4, 5, 6, 7], np.int32), np.array([0, 0, 1, 1], np.uint8)
-    a = replace(a, tokens=tokens, loss_mask=mask, logprobs=np.zeros(4, np.float32))
-    b = replace(b, tokens=tokens + 10, loss_mask=np.array([0, 1, 0, 1], np.uint8), logprobs=np.zeros(4, np.float32))
-    packed = pack([a, b], [1.0, 1.0], align=4)
-    # rows of a: 4 5 6 and one of padding; the row of 5 predicts 7, that of 6 would predict what comes after the end
-    assert [bool(x) for x in packed.draft_mask] == [True, True, False, False, False, True, False, False]
+    a = replace(a, tokens=tokens, loss_mask=mask, logprobs=np.zeros(4, np.float32), versions=np.zeros(4, np.int32))
+    b = replace(b, tokens=tokens + 10, loss_mask=np.array([0, 1, 0, 1], np.uint8), logprobs=np.zeros(4, np.float32), versions=np.zeros(4, np.int32))
+    packed = pack([a, b], [1.0, 1.0], total_align=8)
+    # rows of a: 4 5 6; the row of 5 predicts 7, that of 6 would predict what comes after the end. Rows of b: 14 15 16. Two of padding
+    assert [bool(x) for x in packed.draft_mask] == [True, True, False, False, True, False, False, False]
     assert packed.draft_targets[packed.draft_mask].tolist() == [6, 7, 17]
 
 

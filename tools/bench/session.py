@@ -45,12 +45,8 @@ TURNS = 8
 
 
 # -- the processes beside this one ------------------------------------------------------------------------------------------------
-async def serve_stub(folder: str) -> None:
+async def serve_stub(out: list[int]) -> None:
     """SGLang's `/generate`, answered at once: the tokens of a short reply, log-probabilities, versions, a prefix that is always cached."""
-    from miles.session import ChatTokenizer
-
-    chat = ChatTokenizer.from_folder(folder)
-    out = [*chat.encode("echo hello world > out.txt && cat out.txt")[: REPLY_TOKENS - 1], chat.stop_ids[0]]
     logprobs = [[-0.25, t, None] for t in out]
     spans = [{"version": "0", "start": 0, "end": len(out)}]
 
@@ -122,6 +118,14 @@ def process(core: int | None, *args: str):
     finally:
         child.kill()
         child.wait()
+
+
+def reply_tokens(folder: str) -> list[int]:
+    """Of what the stub answers."""
+    from miles.session import ChatTokenizer
+
+    chat = ChatTokenizer.from_folder(folder)
+    return [*chat.encode("echo hello world > out.txt && cat out.txt")[: REPLY_TOKENS - 1], chat.stop_ids[0]]
 
 
 # -- the harness ------------------------------------------------------------------------------------------------------------------
@@ -287,7 +291,7 @@ def measure(quick: bool) -> list[dict]:
     with tempfile.TemporaryDirectory() as scratch:
         moe, folder = str(make_model(Path(scratch) / "moe")), str(make_model(Path(scratch) / "dense", "llama"))
         os.sched_setaffinity(0, {os.cpu_count() - 1})
-        with process(os.cpu_count() - 1, "--role", "stub", "--folder", folder) as (_, engine), \
+        with process(os.cpu_count() - 1, "--role", "stub", "--reply", ",".join(map(str, reply_tokens(folder)))) as (_, engine), \
                 process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
             added, sync = {}, sync_time(scratch)
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
@@ -310,12 +314,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer turns")
     parser.add_argument("--json", action="store_true")
-    for name in ("--role", "--folder", "--engine", "--store"):
+    for name in ("--role", "--reply", "--folder", "--engine", "--store"):
         parser.add_argument(name, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role:
         # The server has the event loop that rollout ranks have.
-        (asyncio if args.role == "stub" else uvloop).run(serve_stub(args.folder) if args.role == "stub" else serve_sessions(args.folder, args.engine, args.store))
+        if args.role == "stub":
+            asyncio.run(serve_stub([int(t) for t in args.reply.split(",")]))
+        else:
+            uvloop.run(serve_sessions(args.folder, args.engine, args.store))
         return 0
     figures = measure(args.quick)
     return tell("session", figures, args.json)
