@@ -7,24 +7,27 @@ connect their worlds with Open_port / Accept / Connect (MPI-4.1 chapter 11.9); t
     trainer leader  sees it, opens a port, writes  link/port.<same>, accepts
     rollout leader  reads the port, connects
 
-One link per pair of epochs; a restart on either side makes a new pair and a new link. Messages carry no content that is not also a
-file: they say "look now" (a group is ready, a version is published, groups were consumed). Without a link both sides still look
-every second or two.
+One link per pair of epochs; a restart on either side makes a new pair and a new link. Accept and Connect end by themselves: a peer that dies
+between its hello and its connect costs its successor that long without a link, and nothing else. Two that live and have missed each other have
+no link until one is restarted.
+
+Messages carry no content that is not also a file: they say "look now" (a group is ready, a version is published, groups were consumed).
+Without a link both sides still look every second or two.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import time
+from pathlib import Path
 
 import numpy as np
 from mpi4py import MPI
 
-from miles.core import MilesError, Role
+from miles.comm.handshake import Handshake, published_port
+from miles.core import Role
 from miles.rundir import RunDir, publish_bytes
 
-_TAG, _HANDSHAKE_S, _MAX_PENDING = 11, 20.0, 64
+_TAG, _MAX_PENDING = 11, 64
 
 
 class Link:
@@ -35,9 +38,8 @@ class Link:
         self._dir = run.path / "link"
         self._dir.mkdir(exist_ok=True)
         self._comm: MPI.Intercomm | None = None
-        self._pair = ""  # pair of epochs that _comm or _thread belongs to
-        self._thread: threading.Thread | None = None
-        self._started = 0.0
+        self._pair = ""  # pair of epochs that _comm or _handshake belongs to
+        self._handshake: Handshake | None = None
         self._pending: list[MPI.Request] = []
 
     @property
@@ -46,27 +48,15 @@ class Link:
 
     def tick(self) -> None:
         """Connect to the peer's current epoch if that is not yet done. Never blocks: the handshake runs in a thread."""
+        if self._handshake is not None:
+            if (found := self._handshake.ended()) is None:
+                return
+            self._handshake = None
+            self._linked(found)
         peer = self._run.current_epoch(Role.ROLLOUT if self._role is Role.TRAINER else Role.TRAINER)
         pair = f"{peer}.{self._epoch}" if self._role is Role.TRAINER else f"{self._epoch}.{peer}"
-        if self._thread is not None:
-            if not self._thread.is_alive():
-                self._thread = None
-            elif time.monotonic() - self._started > _HANDSHAKE_S:
-                # the peer died between its hello and the connect; MPI cannot cancel an accept, and it spins a core
-                raise MilesError(f"the MPI handshake with the peer (epochs {pair}) hangs", "a connect within 20 s",
-                                 "nothing: this process ends and its step is restarted from the last checkpoint")
-            return
-        if peer == 0 or pair == self._pair:
-            return
-        if self._role is Role.TRAINER:
-            if (self._dir / f"hello.{pair}").exists():
-                self._begin(pair, self._accept)
-        else:
-            hello, port = self._dir / f"hello.{pair}", self._dir / f"port.{pair}"
-            if not hello.exists():
-                publish_bytes(hello, b"")
-            elif port.exists():
-                self._begin(pair, self._connect)
+        if peer and pair != self._pair:
+            self._shake(pair, self._dir / f"hello.{pair}", self._dir / f"port.{pair}")
 
     def wake(self) -> None:
         """Tell the peer to look at the files now. Lost when there is no peer."""
@@ -89,21 +79,29 @@ class Link:
             self._comm = None  # peer gone; tick() finds its successor
         return got
 
-    # -- handshake thread ----------------------------------------------------------------------------------------------------
-    def _begin(self, pair: str, target) -> None:
-        self._comm, self._pair, self._started = None, pair, time.monotonic()
-        self._thread = threading.Thread(target=target, args=(pair,), name="link", daemon=True)
-        self._thread.start()
+    def _shake(self, pair: str, hello: Path, port: Path) -> None:
+        """Begin the handshake if the peer has done its part."""
+        if self._role is Role.TRAINER:
+            if hello.exists():
+                self._begin(pair, lambda info: self._accept(port, info))
+        elif not hello.exists():
+            publish_bytes(hello, b"")
+        elif port.exists():
+            self._begin(pair, lambda info: MPI.COMM_SELF.Connect(port.read_text(), info))
 
-    def _accept(self, pair: str) -> None:
-        port = MPI.Open_port()
-        publish_bytes(self._dir / f"port.{pair}", port.encode())
-        self._use(MPI.COMM_SELF.Accept(port))
+    def _begin(self, pair: str, call) -> None:
+        self._comm, self._pair, self._handshake = None, pair, Handshake(call, f"between the leaders of trainer and rollout (epochs {pair})")
+
+    def _accept(self, at: Path, info: MPI.Info) -> MPI.Intercomm:
+        port = published_port(at)
+        comm = MPI.COMM_SELF.Accept(port, info)
         MPI.Close_port(port)
+        return comm
 
-    def _connect(self, pair: str) -> None:
-        self._use(MPI.COMM_SELF.Connect((self._dir / f"port.{pair}").read_text()))
-
-    def _use(self, comm: MPI.Intercomm) -> None:
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._comm = comm
+    def _linked(self, found: MPI.Intercomm | str) -> None:
+        if not isinstance(found, str):
+            self._comm = found
+            return
+        print(f"no link to the peer (epochs {self._pair}): {found}; the files are looked at every second or two instead", flush=True)
+        if self._role is Role.TRAINER:
+            (self._dir / f"port.{self._pair}").unlink(missing_ok=True)  # who comes now finds nobody there

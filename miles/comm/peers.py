@@ -1,10 +1,10 @@
 """All ranks of one world connected to all ranks of the other, for bulk data between them.
 
-    trainer ranks   open a port, write it to  link/peers.<rollout epoch>.<trainer epoch>.<try>,  accept
+    trainer ranks   open a port, write it to  link/peers.<rollout epoch>.<trainer epoch>,  accept
     rollout ranks   rank 0 sees the file and tells the others which; all connect
 
-Both calls are collective over their worlds, run in a thread and give up after `HANDSHAKE_S` by themselves (MPICH's info key "timeout"), so a peer that dies
-between the file and the connect costs that long and nothing else. A communicator serves one pair of epochs; a restart on either side makes a new one.
+Both calls are collective over their worlds and give up by themselves after `HANDSHAKE_S`, so a peer that dies between the file and the connect costs that
+long and nothing else. A communicator serves one pair of epochs; a restart on either side makes a new one.
 
 Transfers are two-sided. What was tried with MPICH 5.0.2, two worlds connected over ports, a rank of the receiving one killed -9 in the middle: one-sided
 windows over the merged communicator work while everybody lives; but over shared memory a Put into the dead process aborts the *sending* process inside the
@@ -15,19 +15,17 @@ intercommunicator just stay incomplete on both; the sending world goes on, and a
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 from mpi4py import MPI
 
+from miles.comm.handshake import HANDSHAKE_S, Handshake, published_port
 from miles.comm.mailbox import Mailbox
 from miles.comm.world import POLL_S, World
-from miles.core import EnvironmentFault, MilesError, Role
-from miles.rundir import RunDir, publish_bytes
+from miles.core import EnvironmentFault, Role
+from miles.rundir import RunDir
 
-HANDSHAKE_S = 20.0
 _MAIL, _BULK, _BULK_TAGS = 12, 64, 16384
 
 
@@ -35,7 +33,6 @@ class Peers:
     """The other world. `mail` for small messages; `send` and `receive` for bulk data, told apart by the serial number of their transfer."""
 
     def __init__(self, comm: MPI.Intercomm, pair: str):
-        comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm, self.size = comm, comm.remote_size
         self.pair = pair  # "<rollout epoch>.<trainer epoch>"
         self.mail = Mailbox(comm, _MAIL)
@@ -72,75 +69,51 @@ class PeerPort:
         self._comm = world.comm.Dup()  # the handshake is collective in a thread, beside collectives of the world
         self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._leader = world.leader
-        self._thread: threading.Thread | None = None
-        self._started, self._tries = 0.0, 0
-        self._told, self._telling = np.zeros(2, np.int64), None  # rollout: trainer epoch and try of the next handshake
-        self._result: Peers | str = ""
+        self._handshake: Handshake | None = None
+        self._pair = ""
+        self._told, self._telling = np.zeros(1, np.int64), None  # rollout: trainer epoch of the newest handshake
 
     def accept(self, rollout_epoch: int) -> Peers:
-        """Trainer: collective. Raises EnvironmentFault when the ranks of that rollout epoch do not come."""
-        self._tries += 1
-        port = ""
-        if self._leader:
-            port = MPI.Open_port()
-            publish_bytes(self._dir / f"peers.{rollout_epoch}.{self._epoch}.{self._tries}", port.encode())
-        try:
-            self._begin(f"{rollout_epoch}.{self._epoch}", lambda: self._comm.Accept(port, _bounded(), 0))
-            while (found := self._ended()) is None:
-                time.sleep(POLL_S)
-        finally:
-            if port:
-                MPI.Close_port(port)
+        """Trainer: collective, once for a rollout epoch. Raises EnvironmentFault when its ranks do not come."""
+        pair = f"{rollout_epoch}.{self._epoch}"
+        port = published_port(self._dir / f"peers.{pair}") if self._leader else ""
+        self._begin(pair, lambda info: self._comm.Accept(port, info, 0))
+        while (found := self._ended()) is None:
+            time.sleep(POLL_S)
+        if port:
+            MPI.Close_port(port)
         return found
 
     def connect(self) -> Peers | None:
-        """Rollout: call now and then; the peers once they are there. Never waits. Raises EnvironmentFault when a handshake failed; the next call looks for
-        the trainer's next try."""
-        if self._thread is not None:
+        """Rollout: call now and then; the peers once they are there. Never waits. Raises EnvironmentFault when a handshake failed; later calls look for the
+        trainer's successor."""
+        if self._handshake is not None:
             return self._ended()
         if self._telling is None and (not self._leader or self._called()):
             self._telling = self._comm.Ibcast(self._told, 0)  # so that no rank takes part in a handshake that another leaves out
         if self._telling is not None and self._telling.Test():
             self._telling = None
-            trainer, number = self._told.tolist()
-            port = (self._dir / f"peers.{self._epoch}.{trainer}.{number}").read_text() if self._leader else ""
-            self._begin(f"{self._epoch}.{trainer}", lambda: self._comm.Connect(port, _bounded(), 0))
+            pair = f"{self._epoch}.{self._told[0]}"
+            port = (self._dir / f"peers.{pair}").read_text() if self._leader else ""
+            self._begin(pair, lambda info: self._comm.Connect(port, info, 0))
         return None
 
     def _called(self) -> bool:
-        """Whether the trainer calls anew."""
+        """Whether a trainer calls that has not called before."""
         trainer = self._run.current_epoch(Role.TRAINER)
-        newest = max((int(p.suffix[1:]) for p in self._dir.glob(f"peers.{self._epoch}.{trainer}.*") if p.suffix[1:].isdigit()), default=0)
-        if not newest or (trainer, newest) <= tuple(self._told):
+        if trainer == self._told[0] or not (self._dir / f"peers.{self._epoch}.{trainer}").exists():
             return False
-        self._told[:] = trainer, newest
+        self._told[0] = trainer
         return True
 
-    def _begin(self, pair: str, handshake: Callable[[], MPI.Intercomm]) -> None:
-        def run():
-            try:
-                self._result = Peers(handshake(), pair)
-            except MPI.Exception as e:
-                self._result = str(e).splitlines()[0]
-
-        self._started = time.monotonic()
-        self._thread = threading.Thread(target=run, name="peers", daemon=True)
-        self._thread.start()
+    def _begin(self, pair: str, call) -> None:
+        self._pair, self._handshake = pair, Handshake(call, f"between the ranks of trainer and rollout (epochs {pair})")
 
     def _ended(self) -> Peers | None:
-        if self._thread.is_alive():
-            if time.monotonic() - self._started > 2 * HANDSHAKE_S:
-                raise MilesError("the MPI handshake between the ranks of trainer and rollout hangs", f"an end within {HANDSHAKE_S:.0f} s",
-                                 "nothing: this process ends and its step is restarted from the last checkpoint")
+        if (found := self._handshake.ended()) is None:
             return None
-        self._thread = None
-        if isinstance(self._result, str):
-            raise EnvironmentFault(f"the ranks of trainer and rollout are not connected: {self._result}", f"all of them within {HANDSHAKE_S:.0f} s",
+        self._handshake = None
+        if isinstance(found, str):
+            raise EnvironmentFault(f"the ranks of trainer and rollout are not connected: {found}", f"all of them within {HANDSHAKE_S:.0f} s",
                                    "weights go another way meanwhile; check the MPI library's network settings")
-        return self._result
-
-
-def _bounded() -> MPI.Info:
-    info = MPI.Info.Create()
-    info.Set("timeout", f"{HANDSHAKE_S:.0f}")
-    return info
+        return Peers(found, self._pair)

@@ -37,8 +37,43 @@ def test_the_link_survives_kill_9_of_the_rollout_side_and_connects_to_its_succes
     assert first.communicate(timeout=40)[0].startswith("rollout woken")  # ended without a goodbye
     second = mpi(1, "link", run.path, "rollout", run.new_epoch("rollout"))
     assert second.communicate(timeout=40)[0].startswith("rollout woken")
+    assert trainer.poll() is None
+
+
+def test_a_rollout_leader_killed_between_its_hello_and_its_connect_costs_its_successor_one_time_limit_and_the_trainer_lives(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    t, r1 = run.new_epoch("trainer"), run.new_epoch("rollout")
+    dead = mpi(1, "link", run.path, "rollout", r1, 3.0, 1000.0)
+    until(lambda: (run.path / "link" / f"hello.{r1}.{t}").exists())
+    dead.kill()
+    trainer = mpi(1, "link", run.path, "trainer", t, 3.0)
+    until(lambda: (run.path / "link" / f"port.{r1}.{t}").exists())  # it accepts, and nobody comes
+    second = mpi(1, "link", run.path, "rollout", run.new_epoch("rollout"), 3.0)
+    assert second.communicate(timeout=40)[0].startswith("rollout woken")
     trainer.kill()
-    trainer.wait()
+    said = trainer.communicate()[0]
+    assert f"no link to the peer (epochs {r1}.{t})" in said and "trainer woken" in said
+
+
+def test_a_leader_that_comes_too_late_to_the_handshake_goes_without_a_link_and_its_successor_has_one(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    t, r1 = run.new_epoch("trainer"), run.new_epoch("rollout")
+    trainer, late = mpi(1, "link", run.path, "trainer", t, 3.0), mpi(1, "link", run.path, "rollout", r1, 3.0, 6.0)
+    with pytest.raises(subprocess.TimeoutExpired):
+        late.communicate(timeout=12)
+    assert late.poll() is None and not (run.path / "link" / f"port.{r1}.{t}").exists()
+    late.kill()
+    second = mpi(1, "link", run.path, "rollout", run.new_epoch("rollout"), 3.0)
+    assert second.communicate(timeout=40)[0].startswith("rollout woken")
+    trainer.kill()
+    assert f"no link to the peer (epochs {r1}.{t})" in trainer.communicate()[0]
+
+
+def until(condition, seconds=30.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,10 @@
-"""Run under mpiexec by test_comm.py: `world_program.py world` or `link RUN ROLE EPOCH`."""
+"""Run under mpiexec by test_comm.py: `world_program.py world` or `link RUN ROLE EPOCH [HANDSHAKE_S [PAUSE_S]]`."""
 
 import os
 import sys
 import time
 
-from miles.comm import Link, World
+from miles.comm import Link, World, handshake
 from miles.core import Role
 from miles.rundir import RunDir
 
@@ -23,10 +23,13 @@ def world():
     print("world ok", flush=True)
 
 
-def link(path, role, epoch):
+def link(path, role, epoch, handshake_s=20.0, pause_s=0.0):
+    """Ticks until it is killed; a rollout that has been woken answers and leaves without a goodbye."""
+    handshake.HANDSHAKE_S = float(handshake_s)
     end = Link(RunDir(path), Role(role), int(epoch))
-    deadline = time.time() + 30
-    while time.time() < deadline:
+    end.tick()
+    time.sleep(float(pause_s))
+    while True:
         end.tick()
         if end.connected:
             end.wake()
@@ -36,12 +39,10 @@ def link(path, role, epoch):
                     end.wake()
                     time.sleep(0.3)
                     os._exit(0)
-                deadline = min(deadline, time.time() + 1.0) if len(sys.argv) > 5 else deadline
         time.sleep(0.01)
-    os._exit(0)
 
 
 if sys.argv[1] == "world":
     world()
 else:
-    link(*sys.argv[2:5])
+    link(*sys.argv[2:])

@@ -58,9 +58,9 @@ class Sender:
             return ""
         if epoch == self._given_up:
             return "point to point has failed with these engines before"
-        why = ""
-        for _ in range(TRIES):
-            found = self._connect(epoch) or self._transfer()
+        why = self._connect(epoch)
+        for _ in range(0 if why else TRIES):
+            found = self._transfer()
             if isinstance(found, Filled):
                 return found
             why = f"{why}; again: {found}" if why else found
