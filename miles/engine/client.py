@@ -20,7 +20,7 @@ import numpy as np
 
 from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Turn
 from miles.engine.command import ModelShape
-from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room, remove_orphaned_handovers
+from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room
 from miles.engine.params import Parameter, read_parameters
 from miles.engine.wire import Sampling, parse_reply, request_body
 
@@ -67,7 +67,6 @@ class EngineClient:
         self._headers = {"Authorization": f"Bearer {token}"}
         self._http: aiohttp.ClientSession | None = None
         self._nonce, self._counter = secrets.token_hex(4), itertools.count()
-        remove_orphaned_handovers()
         self._wire_rids: dict[str, str] = {}  # caller's request id -> the one the server knows
 
     @cached_property

@@ -22,16 +22,17 @@ WORKING, READY = "working", "ready"
 
 
 def handover_folder() -> Path:
-    """A new folder of this process in shared memory. When it is killed, the next client on this node removes the folder."""
-    return Path(tempfile.mkdtemp(prefix=f"miles-weights-{os.getpid()}-", dir=HANDOVER))
+    """A new folder of this process in shared memory."""
+    return owned_folder(HANDOVER, "weights")
 
 
-def remove_orphaned_handovers() -> None:
-    """Weights in shared memory whose owner was killed: they hold one copy of the model each."""
-    for folder in HANDOVER.glob("miles-weights-*"):
+def owned_folder(parent: Path, kind: str) -> Path:
+    """A new folder of this process. When it is killed, the next that makes one of this kind on this node removes it: one of weights holds a copy of the model."""
+    for folder in parent.glob(f"miles-{kind}-*"):
         pid = folder.name.split("-")[2]
         if pid.isdigit() and not Path(f"/proc/{pid}").exists():
             shutil.rmtree(folder, ignore_errors=True)  # another rank of this node may be doing the same
+    return Path(tempfile.mkdtemp(prefix=f"miles-{kind}-{os.getpid()}-", dir=parent))
 
 
 def no_room(size: int, error: Exception) -> EnvironmentFault:

@@ -6,8 +6,10 @@ import asyncio
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import aiohttp
 from miles.config import MilesConfig
 from miles.core import EnvironmentFault
 from miles.engine.command import ModelShape, Platform, server_argv, server_env
+from miles.engine.handover import owned_folder
 from miles.engine.launch import PARENT_ENV, TOKEN_ENV
 from miles.engine.ports import PortLease, first_port, lease_port
 
@@ -57,6 +60,7 @@ class EngineProcess:
         self.started_s = 0.0  # seconds the last start took
         self._lease: PortLease | None = None
         self._child: asyncio.subprocess.Process | None = None
+        self._scratch: Path | None = None  # its TMPDIR
 
     @property
     def url(self) -> str:
@@ -125,6 +129,7 @@ class EngineProcess:
                 await asyncio.sleep(0.02)
             for path in segments:
                 path.unlink(missing_ok=True)
+            shutil.rmtree(self._scratch, ignore_errors=True)
         if self._lease is not None:
             self._lease.release()
             self._lease = None
@@ -139,7 +144,9 @@ class EngineProcess:
         assert self._lease is not None
         argv = server_argv(self.config, platform=self.platform, shape=self.shape, host=self.host, port=self._lease.port, rank=self.rank,
                            weight_version=weight_version, model_path=model_path)
-        env = {**os.environ, **server_env(self.platform, self.shape, _sglang_models()), PARENT_ENV: str(os.getpid()),
+        tmp = Path(tempfile.gettempdir())
+        self._scratch = owned_folder(tmp, "engine")  # a killed SGLang leaves its sockets there; what it has compiled is kept elsewhere
+        env = {"TORCHINDUCTOR_CACHE_DIR": str(tmp / f"torchinductor_{os.getuid()}"), **os.environ, "TMPDIR": str(self._scratch), **server_env(self.platform, self.shape, _sglang_models()), PARENT_ENV: str(os.getpid()),
                TOKEN_ENV: str(self.token_file.resolve())}
         for name in [n for n in env if n.startswith(("PMI", "HYDI_"))]:
             del env[name]  # the server is no MPI rank

@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -379,6 +380,7 @@ def test_the_token_is_required_and_shows_neither_in_the_process_list_nor_in_the_
 
 
 def test_an_engine_that_does_not_start_shows_the_end_of_its_log(make_config, token_file, tmp_path, runner):
+    living = {*Path(tempfile.gettempdir()).glob(f"miles-engine-{os.getpid()}-*")}
     process = EngineProcess(make_config(**{"engine.extra_args": "['--no-such-flag']"}), rank=3, log_path=tmp_path / "e.log", token_file=token_file,
                             platform="cpu")
     with pytest.raises(EnvironmentFault, match=r"(?s)ended with exit status 2.*unrecognized arguments: --no-such-flag"):
@@ -387,6 +389,7 @@ def test_an_engine_that_does_not_start_shows_the_end_of_its_log(make_config, tok
     with pytest.raises(EnvironmentFault, match="did not answer within 2 s"):
         runner.run(slow.start())
     assert not slow.alive and not _group_members(slow.pid)
+    assert not [f for f in Path(tempfile.gettempdir()).glob(f"miles-engine-{os.getpid()}-*") if f not in living], "nothing is left of an engine that was stopped"
 
 
 def test_kill_9_of_the_parent_leaves_no_process(make_config, token_file, tmp_path):
