@@ -21,9 +21,7 @@ Exit 1 where a target is missed.
 
 import argparse
 import itertools
-import json
 import math
-import os
 import random
 import sys
 import tempfile
@@ -34,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from miles.rollout.scheduler import Rules
 from miles.rollout.simulator import Cluster, Outcome, Simulation
+from tools.bench.table import figure, tell
 
 SHORT, LONG, PER_ENGINE, GROUP = 30.0, 300.0, 16, 8
 REAL_SHORT, REAL_LONG, REAL_STEPS, REAL_GROUPS, REAL_GROUP = 5.0, 50.0, 8, 8, 2
@@ -54,10 +53,6 @@ def simulate(engines: int, steps: int, sync: bool):
     return rules, Simulation(rules, cluster).run()
 
 
-def figure(name, value, baseline, limit, target, ok) -> dict:
-    return {"figure": name, "value": value, "baseline": baseline, "ratio": value / baseline if baseline else None, "limit": limit, "target": target, "ok": bool(ok)}
-
-
 def simulated(quick: bool) -> list[dict]:
     figures = []
     mean = (LONG - SHORT) / math.log(LONG / SHORT)
@@ -66,9 +61,9 @@ def simulated(quick: bool) -> list[dict]:
         _, theirs = simulate(engines, steps, sync=True)
         value, baseline = ours.per_minute(skip=1), theirs.per_minute(skip=1)
         limit = 60 * rules.in_flight / (mean / speed(PER_ENGINE))
-        figures.append(figure(f"{engines} engines: trained trajectories/min", value, baseline, limit, 2 * baseline, value >= 2 * baseline))
+        figures.append(figure(f"{engines} engines: trained", "trajectories/min", value, baseline, limit, least=2, of_ratio=True))
         share, base = (o.mean_in_flight(0.0, o.last_start) / rules.in_flight for o in (ours, theirs))
-        figures.append(figure(f"{engines} engines: in flight over the cap", share, base, 1.0, 0.95, share >= 0.95))
+        figures.append(figure(f"{engines} engines: in flight over the cap", "", share, base, 1.0, least=0.95))
     return figures
 
 
@@ -132,8 +127,8 @@ def replay(data, sync: bool) -> Outcome:
     return Simulation(rules, cluster).run()
 
 
-def measured(site: Path) -> tuple[list[dict], list[str]]:
-    figures, notes, rates, simulated = [], [], {}, {}
+def measured(site: Path) -> list[dict]:
+    rates, simulated, took = {}, {}, {}
     with tempfile.TemporaryDirectory(prefix="miles-bench-async-") as folder:
         make_tasks(Path(folder) / "tasks")
         runs = {mode: real_run(Path(folder), mode, site) for mode in ("async", "sync")}
@@ -143,19 +138,17 @@ def measured(site: Path) -> tuple[list[dict], list[str]]:
         out = replay(data, sync=mode == "sync")
         simulated[mode] = middle_per_minute(out.step_ends, out.trained)
         ok = played["status"] == "ok"
-        notes.append(f"{mode}: a trajectory takes {played['seconds'][ok].min():.1f} to {played['seconds'][ok].max():.1f} s, mean {played['seconds'][ok].mean():.1f}, "
-                     f"of which engine {played['engine_s'][ok].mean():.1f}; training step {steps['train_s'].mean():.1f} s; steps end at "
-                     + " ".join(f"{t - steps['time'][0]:.0f}" for t in steps["time"]) + " s")
-    mean = runs["async"].tables["trajectories"]["seconds"].mean()
-    limit = 60 * REAL_GROUPS * REAL_GROUP / mean
-    figures.append(figure("real engine: trained trajectories/min", rates["async"], rates["sync"], limit, 2 * rates["sync"], rates["async"] >= 2 * rates["sync"]))
-    for mode in runs:
-        off = abs(simulated[mode] / rates[mode] - 1)
-        figures.append(figure(f"real engine, {mode}: simulator, trajectories/min", simulated[mode], rates[mode], rates[mode], (1 - AGREE) * rates[mode], off <= AGREE))
+        seconds = played["seconds"][ok]
+        took[mode] = {"trajectory_min_mean_max_s": [float(seconds.min()), float(seconds.mean()), float(seconds.max())], "engine_s": float(played["engine_s"][ok].mean()),
+                      "train_s": float(steps["train_s"].mean()), "step_ends_s": [round(float(t - steps["time"][0])) for t in steps["time"]]}
+    mean = float(runs["async"].tables["trajectories"]["seconds"].mean())
+    limit, unit = 60 * REAL_GROUPS * REAL_GROUP / mean, "trajectories/min"
     out = replay(runs["async"], sync=True)
-    value, baseline = simulated["async"], middle_per_minute(out.step_ends, out.trained)
-    figures.append(figure("real engine, at equal times: trajectories/min", value, baseline, limit, 2 * baseline, value >= 2 * baseline))
-    return figures, notes
+    return [
+        figure("real engine: trained", unit, rates["async"], rates["sync"], limit, least=2, of_ratio=True),
+        *(figure(f"real engine, {mode}: simulator", unit, simulated[mode], rates[mode], rates[mode], within=AGREE, **took[mode]) for mode in runs),
+        figure("real engine, at equal times", unit, simulated["async"], middle_per_minute(out.step_ends, out.trained), limit, least=2, of_ratio=True),
+    ]
 
 
 def main() -> int:
@@ -164,19 +157,8 @@ def main() -> int:
     parser.add_argument("--site", type=Path, default=Path("configs/sites/dev.toml"), help="site profile of the real runs")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    figures, notes = simulated(args.quick), []
-    if not args.quick:
-        real, notes = measured(args.site.absolute())
-        figures += real
-    if args.json:
-        print(json.dumps({"bench": "async", "cpus": os.cpu_count(), "figures": figures, "notes": notes}))
-    else:
-        print(f"{'figure':52} {'value':>10} {'baseline':>10} {'ratio':>6} {'limit':>10} {'target':>10}")
-        for f in figures:
-            print(f"{f['figure']:52} {f['value']:>10,.2f} {f['baseline']:>10,.2f} {f['ratio']:>6.2f} {f['limit']:>10,.2f} {f['target']:>10,.2f}"
-                  + ("" if f["ok"] else "  MISSED"))
-        print(*notes, sep="\n")
-    return 0 if all(f["ok"] for f in figures) else 1
+    figures = simulated(args.quick) + ([] if args.quick else measured(args.site.absolute()))
+    return tell("async", figures, args.json)
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ Input: groups of 8 trajectories of 4,096 tokens with routes of 24 layers x top-8
 
 put + get       a group goes the way of a run: one process writes 8 parts and seals them, while another takes the groups that are ready, reads them back
                 whole and closes them. Baseline: the same stored bytes written to one file, with the same number of fsyncs, in turns with it, every
-                32 groups. Both in MB of stored bytes a second. Once with the codec of the routes, which is processor time and in a run spread over
+                32 groups, which is the limit too. Both in MB of stored bytes a second. Once with the codec of the routes, which is processor time and in a run spread over
                 all ranks, and once with a codec that remembers its results
 metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
                 child that puts, takes, reads, trains and retires steps of 8 groups, with one rollout process; of 3 steps less those of 1. The 256 folders of
-                groups are there, as soon in a run
-16 writers      the same parts by 16 processes at once and by one
+                groups are there, as soon in a run. Baseline and limit: a file of its own for each group, created, opened to be read, and removed
+16 writers      the same parts by 16 processes at once and by one; limit: as many times as there are processors
 flat            what a call costs in a run with 100,000 groups in journals and on disk (--quick: 20,000) against one with 1,000, in turns, medians.
-                The journal of either run ends with a few groups that wait
+                The journal of either run ends with a few groups that wait. Limit: no difference
 """
 
 import argparse
-import json
 import multiprocessing
 import os
 import re
@@ -36,12 +35,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
 
-from miles.buffer import BufferWriter, TrainerQueue, group_path, read_group, routes, write_part
+from miles.buffer import (
+    BufferWriter,
+    TrainerQueue,
+    group_path,
+    read_group,
+    routes,
+    write_part,
+)
 from miles.buffer.storage import Parts, parts_dir, read_sealed
 from miles.buffer.view import journal_name
 from miles.config import load_config
 from miles.core import NO_VERSION, Role, Trajectory
 from miles.rundir import JournalWriter, RunDir
+from tools.bench.table import figure, tell
 
 ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
@@ -210,10 +217,9 @@ def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
 def bandwidth(folder: Path, groups: int) -> list[dict]:
     with codec_for_nothing():
         apart = put_and_get(folder / "apart", groups)
-    return [
-        figure("put + get, MB/s, codec of the routes apart", *apart, 0.7, at_least=True),
-        figure("put + get, MB/s, with the codec", *put_and_get(folder / "whole", groups), 0.7, at_least=True),
-    ]
+    whole = put_and_get(folder / "whole", groups)
+    return [figure(f"put + get, {name}", "MB/s", value, plain, plain, least=0.7, of_ratio=True)
+            for name, (value, plain) in (("codec of the routes apart", apart), ("with the codec", whole))]
 
 
 def child(folder: Path, steps: int) -> None:
@@ -259,18 +265,15 @@ def metadata_calls(folder: Path, steps: int) -> Counter:
 
 
 def metadata(folder: Path) -> list[dict]:
+    stored, life = "metadata calls of a group until it is ready", "metadata calls of a group, all its life"
     if not shutil.which("strace"):
-        return [{**figure("metadata calls a group", float("nan"), 6, 1, at_least=False), "note": "strace is not installed"}]
+        return [figure(name, "", None, plain, plain, most=6, missing="strace is not installed") for name, plain in ((stored, 1), (life, 3))]
     many, few = metadata_calls(folder, 3), metadata_calls(folder, 1)
     each = {key: (many[key] - few[key]) / (2 * STEP) for key in many}
     by_phase = Counter()
     for (phase, _), count in each.items():
         by_phase[phase] += count
-    note = ", ".join(f"{phase} {count:g}" for phase, count in by_phase.items())
-    return [
-        figure("metadata calls a group, until it is ready", by_phase["stored"], 6, 1, at_least=False),
-        {**figure("metadata calls a group, all its life", sum(by_phase.values()), 6, 1, at_least=False), "note": note},
-    ]
+    return [figure(stored, "", by_phase["stored"], 1, 1, most=6), figure(life, "", sum(by_phase.values()), 3, 3, most=6, **by_phase)]
 
 
 def write_parts(run: RunDir, epoch: int, made: list[Trajectory], first: int, groups: int, start) -> None:
@@ -303,7 +306,7 @@ def writers(folder: Path, groups_each: int) -> list[dict]:
             raise SystemExit(f"{len(parts)} parts, of {groups_each * WRITERS * SAMPLES}")
         rates.append(sum(p.place.size for p in parts) / 1e6 / seconds)
         shutil.rmtree(run.path)
-    return [figure("parts by 16 writers, MB/s against one", rates[1], rates[0], 1.0, at_least=True)]
+    return [figure(f"parts by {WRITERS} writers, against one", "MB/s", rates[1], rates[0], min(WRITERS, os.cpu_count()) * rates[0], least=1.0, of_ratio=True)]
 
 
 def history(folder: Path, groups: int) -> Both:
@@ -339,22 +342,16 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
                 call()
                 seconds[name][side].append(time.perf_counter() - start)
 
-            timed("put", lambda both=both, samples=numbered(made, first + n): both.put(samples))
+            group = numbered(made, first + n)
+            timed("put", lambda both=both, group=group: both.put(group))
             timed("poll", both.queue.poll)
             taken = []
             timed("take", lambda both=both, taken=taken: taken.extend(both.take()))
             timed("counts", both.queue.state.counts)
             both.close(taken)
             timed("retire", lambda both=both: both.queue.retire(both.step))
-    names = {k: f"{k}, us with {groups:,} groups against 1,000" for k in seconds}
-    return [figure(names[k], 1e6 * statistics.median(many), 1e6 * statistics.median(few), 1.25, at_least=False) for k, (few, many) in seconds.items()]
-
-
-def figure(name: str, value: float, baseline: float, target: float, *, at_least: bool) -> dict:
-    """`target` is of the ratio to the baseline."""
-    ratio = value / baseline
-    ok = ratio >= target if at_least else ratio <= target
-    return {"figure": name, "value": value, "baseline": baseline, "ratio": ratio, "limit": None, "target": target, "ok": bool(ok)}
+    medians = {name: [1e6 * statistics.median(side) for side in sides] for name, sides in seconds.items()}
+    return [figure(f"{name}, {groups:,} groups against 1,000", "us", many, few, few, most=1.25, of_ratio=True) for name, (few, many) in medians.items()]
 
 
 def main() -> int:
@@ -371,15 +368,7 @@ def main() -> int:
         figures += metadata(folder)
         figures += writers(folder, 1 if args.quick else 8)
         figures += flat(folder, 20_000 if args.quick else 100_000, 40 if args.quick else 200)
-    if args.json:
-        print(json.dumps({"bench": "buffer", "cpus": os.cpu_count(), "figures": figures}))
-    else:
-        print(f"{'figure':52} {'ours':>10} {'baseline':>10} {'ratio':>7} {'target':>8}")
-        for f in figures:
-            print(f"{f['figure']:52} {f['value']:>10,.1f} {f['baseline']:>10,.1f} {f['ratio']:>7.3f} {f['target']:>8.2f}" + ("" if f["ok"] else "  MISSED"))
-            if "note" in f:
-                print(f"    {f['note']}")
-    return 0 if all(f["ok"] for f in figures) else 1
+    return tell("buffer", figures, args.json)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,11 @@ is popular differing by layer. Baselines, on the same routes in the same run:
   zstd      level 1, one frame a layer: bytes of uint8 routes (how they were stored before), speed on the int32 input
 The bound is n * log2 C(256, 8) for uniform routes; for Zipf routes the entropy of the distribution they were drawn from, estimated as the
 mean of -log2 p (conditional Poisson sampling, p by the same sums that the codec uses, with the true weights).
-Speeds are MB of int32 input per second of CPU time of one thread, best of several. Exit 1 where a target is missed.
+Speeds are MB of int32 input per second of CPU time of one thread, best of several; their limit is a copy of the routes, one byte each as they are handed over.
+Exit 1 where a target is missed.
 """
 
 import argparse
-import json
-import os
 import sys
 import tempfile
 import time
@@ -27,6 +26,7 @@ import zstandard
 from miles.buffer import route_kernels as kernels
 from miles.buffer.frames import StoredBytes
 from miles.buffer.routes import RouteReader, decode_routes, encode_routes
+from tools.bench.table import figure, tell
 
 LAYERS, CHOSEN, EXPERTS = 60, 8, 256
 
@@ -89,7 +89,6 @@ def _rchar() -> int:
 
 
 def measure(kind: str, routes: np.ndarray, bound_bits: float, times: int) -> list[dict]:
-    """Figures of one set of routes: name, value, baseline, ratio, limit (the physical one), target, ok."""
     int32, mb = routes.size * 4, routes.size * 4 / 1e6
     blob = encode_routes(routes)
     assert np.array_equal(decode_routes(blob), np.sort(routes, axis=-1))
@@ -101,23 +100,21 @@ def measure(kind: str, routes: np.ndarray, bound_bits: float, times: int) -> lis
     encode, decode = mb / cpu_seconds(encode_routes, routes, times=times), mb / cpu_seconds(decode_routes, blob, times=times)
     wide = [a.astype(np.int32) for a in per_layer]
     zstd_speed = mb / cpu_seconds(zstd_encode, wide, times=times), mb / cpu_seconds(zstd_decode, zstd_encode(wide), times=times)
+    copy = mb / cpu_seconds(np.copyto, np.empty_like(routes), routes, times=times)
     quarter, whole = bytes_from_file(blob, slice(15, 30)), bytes_from_file(blob, slice(None))
     rows, chunk = len(routes), (len(routes) - 1000) // 8
     held = [(chunk, 2 * chunk), (6 * chunk, 7 * chunk)]  # of a sequence whose chunks end within segments of 2048 rows
     touched = sum(min(-(-stop // 2048) * 2048, rows) - start // 2048 * 2048 for start, stop in held) / rows
     part = bytes_from_file(blob, slice(None), held)
+    above = {"above_limit": f"{8 * len(blob) / bound_bits - 1:.2%}"}
     return [
-        figure(f"{kind}: bytes against int32", len(blob), int32, len(blob) / int32, bound_bits / 8, most, len(blob) <= most),
-        figure(f"{kind}: bytes against zstd-1 uint8", len(blob), zstd_bytes, len(blob) / zstd_bytes, bound_bits / 8, most, len(blob) <= most),
-        figure(f"{kind}: encode MB/s against zstd-1 int32", encode, zstd_speed[0], encode / zstd_speed[0], None, 300, encode >= 300),
-        figure(f"{kind}: decode MB/s against zstd-1 int32", decode, zstd_speed[1], decode / zstd_speed[1], None, 300, decode >= 300),
-        figure(f"{kind}: bytes read for 15 of 60 layers", quarter, whole, quarter / whole, whole / 4, 0.3 * whole, quarter <= 0.3 * whole),
-        figure(f"{kind}: bytes read by rank 1 of 4 (cp)", part, whole, part / whole, whole / 4, (touched + 0.01) * whole, part <= (touched + 0.01) * whole),
+        figure(f"{kind}: against int32", "bytes", len(blob), int32, bound_bits / 8, most=most, **above),
+        figure(f"{kind}: against zstd-1 of uint8", "bytes", len(blob), zstd_bytes, bound_bits / 8, most=most, **above),
+        figure(f"{kind}: encode, against zstd-1 of int32", "MB/s", encode, zstd_speed[0], copy, least=300),
+        figure(f"{kind}: decode, against zstd-1 of int32", "MB/s", decode, zstd_speed[1], copy, least=300),
+        figure(f"{kind}: read for 15 of 60 layers", "bytes", quarter, whole, whole / 4, most=0.3, of_ratio=True),
+        figure(f"{kind}: read by rank 1 of 4 (cp)", "bytes", part, whole, whole / 4, most=touched + 0.01, of_ratio=True),
     ]
-
-
-def figure(name, value, baseline, ratio, limit, target, ok) -> dict:
-    return {"figure": name, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
 
 
 def main() -> int:
@@ -132,17 +129,7 @@ def main() -> int:
         routes = draw(rng, tokens, weights)
         bound = tokens * LAYERS * log2(comb(EXPERTS, CHOSEN)) if kind == "uniform" else entropy_bits(routes, weights)
         figures += measure(kind, routes, bound, times=5)
-    if args.json:
-        print(json.dumps({"bench": "routes", "tokens": tokens, "cpus": os.cpu_count(), "figures": figures}))
-    else:
-        print(f"{tokens} tokens x {LAYERS} layers x {CHOSEN} of {EXPERTS} experts")
-        print(f"{'figure':40} {'ours':>12} {'baseline':>12} {'ratio':>7} {'limit':>12} {'above it':>9} {'target':>12}")
-        for f in figures:
-            limit = "" if f["limit"] is None else f"{f['limit']:,.0f}"
-            above = "" if f["limit"] is None else f"{100 * (f['value'] / f['limit'] - 1):.2f} %"
-            print(f"{f['figure']:40} {f['value']:>12,.0f} {f['baseline']:>12,.0f} {f['ratio']:>7.3f} {limit:>12} {above:>9} {f['target']:>12,.0f}"
-                  + ("" if f["ok"] else "  MISSED"))
-    return 0 if all(f["ok"] for f in figures) else 1
+    return tell("routes", figures, args.json, tokens=tokens, layers=LAYERS, chosen=CHOSEN, experts=EXPERTS)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ loopback HTTP, every turn durable (on disk before its answer) as in a run.
                 a turn goes through two sockets where the baseline goes through one, and one fdatasync of what a turn appends.
   throughput    512 sessions at once, each a conversation of 8 turns, then a new one. Limit: the same harness against a server that only answers.
   prefix reuse  a real SGLang on a tiny random model, 16 sessions of 24 turns at once, which begin with instructions of about 1,000 tokens as agents'
-                do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach.
+                do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach. With --quick 4
+                sessions on SGLang's stand-in from the tests, which keeps every token: what is left out is the cache of a real engine, whose start
+                alone takes half a minute
 Exit 1 where a target is missed.
 """
 
@@ -20,7 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,7 +37,7 @@ import numpy as np
 import uvloop
 from aiohttp import web
 
-from tools.bench.table import tell
+from tools.bench.table import figure, tell
 
 TOKEN = "bench-token"
 SENTENCE = "list the files in the folder, then print file.txt and count its lines\n"
@@ -243,35 +246,61 @@ def _rss(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-# -- a real engine ----------------------------------------------------------------------------------------------------------------
-async def prefix_reuse(folder: str, scratch: Path, sessions: int, turns: int) -> tuple[float, float]:
-    """(of the prompt tokens already computed for their session, the share that came from the cache; the same of all after the first turn)."""
+# -- prefix reuse -----------------------------------------------------------------------------------------------------------------
+@asynccontextmanager
+async def real_engine(folder: str, scratch: Path) -> AsyncIterator[str]:
+    """Its URL."""
     from miles.config import load_config
-    from miles.engine import EngineClient, EngineProcess
-    from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
+    from miles.engine import EngineProcess
 
     config = load_config(ROOT / "configs/tiny_async.toml", (f"model.path={folder}", "model.recipe=none", "engine.port_base=37100",
                                                             "engine.max_total_tokens=200000", "model.max_context=4096"))
     (scratch / "token").write_text(TOKEN)
     engine = EngineProcess(config, rank=0, log_path=scratch / "engine.log", token_file=scratch / "token", platform="cpu")
-    client = EngineClient(await engine.start(), TOKEN, folder, max_context=4096)
     try:
-        await client.refresh_version()
-        service = SessionService(Engines.of(client), ChatTokenizer.from_folder(folder), SessionLimits(4000, 32, 120.0, 1.0))
-
-        async def play(n: int):
-            session, messages = service.open(f"s{n}"), [{"role": "user", "content": f"{n}: {SENTENCE * 40}"}]
-            while len(session.turns) < turns:
-                # A random model hardly ever says the stop token: common letters end a turn, so that it can be continued.
-                reply = await session.chat(messages, stop=("a", "e", "i", "o"))
-                if reply.finish_reason == "stop":
-                    messages += [reply.message, {"role": "user", "content": f"output {len(session.turns)}: {SENTENCE}"}]
-            return session
-
-        played = await asyncio.gather(*(play(n) for n in range(sessions)))
+        yield await engine.start()
     finally:
-        await client.close()
         await engine.stop()
+
+
+@asynccontextmanager
+async def stand_in(folder: str, scratch: Path) -> AsyncIterator[str]:
+    """Its URL."""
+    from miles.engine import ModelShape
+    from tests.engine.stub import StubEngine
+
+    engine = StubEngine(ModelShape.from_folder(folder), reply_tokens(folder)[-1], TOKEN)
+    try:
+        yield await engine.start()
+    finally:
+        await engine.stop()
+
+
+async def play(service, name: str, text: str, turns: int):
+    """A session of `turns` turns, the first of which begins with `text`."""
+    session, messages = service.open(name), [{"role": "user", "content": text}]
+    while len(session.turns) < turns:
+        # A random model hardly ever says the stop token: common letters end a turn, so that it can be continued.
+        reply = await session.chat(messages, stop=("a", "e", "i", "o"))
+        if reply.finish_reason == "stop":
+            messages += [reply.message, {"role": "user", "content": f"output {len(session.turns)}: {SENTENCE}"}]
+    return session
+
+
+async def prefix_reuse(folder: str, started, sessions: int, turns: int) -> tuple[float, float]:
+    """(of the prompt tokens already computed for their session, the share that came from the cache; the same of all after the first turn).
+    `started`: one of the engines above."""
+    from miles.engine import EngineClient
+    from miles.session import ChatTokenizer, Engines, SessionLimits, SessionService
+
+    async with started as url:
+        client = EngineClient(url, TOKEN, folder, max_context=4096)
+        try:
+            await client.refresh_version()
+            service = SessionService(Engines.of(client), ChatTokenizer.from_folder(folder), SessionLimits(4000, 32, 120.0, 1.0))
+            played = await asyncio.gather(*(play(service, f"s{n}", f"{n}: {SENTENCE * 40}", turns) for n in range(sessions)))
+        finally:
+            await client.close()
     checkpoints = [c for s in played for c in s.history.checkpoints]
     reused, cacheable = sum(c.reused_tokens for c in checkpoints), sum(c.cacheable_tokens for c in checkpoints)
     later = [t for s in played for t in s.turns[1:]]
@@ -279,11 +308,6 @@ async def prefix_reuse(folder: str, scratch: Path, sessions: int, turns: int) ->
 
 
 # -- figures ----------------------------------------------------------------------------------------------------------------------
-def figure(name: str, unit: str, value: float, baseline: float | None, limit: float | None, target: float, ok: bool) -> dict:
-    ratio = None if not baseline else value / baseline
-    return {"figure": name, "unit": unit, "value": value, "baseline": baseline, "ratio": ratio, "limit": limit, "target": target, "ok": bool(ok)}
-
-
 def measure(quick: bool) -> list[dict]:
     from tests.engine.tiny import make_model
 
@@ -296,23 +320,24 @@ def measure(quick: bool) -> list[dict]:
             added, sync = {}, sync_time(scratch)
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
                 added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 3 if quick else 20))
-                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * (alone + sync), 1e3 * most, added[tokens] <= most))
-            figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, 2.0, added[65536] <= 2 * added[1024]))
+                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * (alone + sync), most=1e3 * most))
+            figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, most=2.0))
             limit = asyncio.run(harness_limit(engine, 2048 if quick else 4096))
             rate, growth, lost = asyncio.run(throughput(url, server.pid, SESSIONS * (1 if quick else 6)))
-            figures.append(figure(f"{SESSIONS} sessions at once, one core", "turns/s", rate, None, limit, 500, rate >= 500))
-            figures.append(figure("memory at the end over that at half", "x", growth, None, 1.0, 1.05, growth <= 1.05))
-            figures.append(figure("turns lost", "", lost, None, 0, 0, lost == 0))
+            figures.append(figure(f"{SESSIONS} sessions at once, one core", "turns/s", rate, None, limit, least=500))
+            figures.append(figure("memory at the end over that at half", "x", growth, None, 1.0, most=1.05))
+            figures.append(figure("turns lost", "", lost, None, 0, most=0))
         os.sched_setaffinity(0, set(range(os.cpu_count())))
-        same, all_later = asyncio.run(prefix_reuse(moe, Path(scratch), 4 if quick else 16, 24))
-        figures.append(figure("prefix tokens of the session from the cache", "", same, None, 1.0, 0.96, same >= 0.96))
-        figures.append(figure("all prompt tokens after the first turn", "", all_later, None, 1.0, 0.96, all_later >= 0.96))
+        started = (stand_in if quick else real_engine)(moe, Path(scratch))
+        same, all_later = asyncio.run(prefix_reuse(moe, started, 4 if quick else 16, 24))
+        figures.append(figure("prefix tokens of the session from the cache", "", same, None, 1.0, least=0.96))
+        figures.append(figure("all prompt tokens after the first turn", "", all_later, None, 1.0, least=0.96))
     return figures
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="fewer turns")
+    parser.add_argument("--quick", action="store_true", help="fewer turns; prefix reuse on a stand-in, not on a real engine")
     parser.add_argument("--json", action="store_true")
     for name in ("--role", "--reply", "--folder", "--engine", "--store"):
         parser.add_argument(name, help=argparse.SUPPRESS)

@@ -20,7 +20,14 @@ from miles.comm import World, run_rank
 from miles.rundir import RunDir
 from miles.weights.mapping.architecture import Architecture, architecture_of
 from miles.weights.mapping.placement import Place
-from miles.weights.mapping.tables import hf_names, join, padded_vocab, parameters, shard_slices, split
+from miles.weights.mapping.tables import (
+    hf_names,
+    join,
+    padded_vocab,
+    parameters,
+    shard_slices,
+    split,
+)
 from miles.weights.p2p.filled import Filled
 from miles.weights.p2p.plan import Tensor
 from miles.weights.p2p.receive import Receiver
