@@ -8,7 +8,7 @@ bandwidth       bytes read and written a second by a step that computes nothing 
                 another sequentially, past the page cache where the file system allows it, in blocks of the same size and with one fsync
 step            seconds of a step of Adam, against the longer of that plain I/O and of the same Adam over state in memory
 overlap         steps a second against read, compute, write of one bucket after the other, with the same digests. Its limit is the longer of plain I/O
-                and compute: `at_most` says how often the baseline overlap could reach here, were it perfect
+                and compute: `gain_at_most` says what the gain would be here, were overlap perfect
 memory          buffers, and what the resident set grows by during a step, in buckets, to a hundredth of one
 
 Exit status 1 where a target is missed.
@@ -138,7 +138,7 @@ def measure(folder: Path, state_bytes: int, bucket: int, times: int) -> list[dic
         figure("read + write of a step", "MB/s", moved / t["stream"], moved / t["plain"], moved / t["plain"], least=0.85, of_ratio=True),
         figure("step of Adam, over the longer of I/O and compute", "s", t["step"], longest, longest, most=1.15, of_ratio=True),
         figure("step of Adam, against one after the other", "steps/s", 1 / t["step"], 1 / t["sequential"], 1 / longest, least=GAIN, of_ratio=True,
-               at_most=t["sequential"] / longest),
+               gain_at_most=t["sequential"] / longest),
         figure("resident memory of a step", "buckets", round(buckets, 2), None, 3, most=3),
     ]
 

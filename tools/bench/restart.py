@@ -27,6 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from miles.cluster.shm import remove_dead_segments
 from miles.cluster.slurm import scrubbed
 from miles.config import load_config
 from miles.models import prepare
@@ -55,6 +56,7 @@ class Run:
         if self.supervisor.poll() is None:
             self.supervisor.terminate()
         self.supervisor.wait()
+        remove_dead_segments()  # of the ranks that were killed
 
     def epochs(self) -> tuple[int, int]:
         return self.dir.current_epoch("trainer"), self.dir.current_epoch("rollout")

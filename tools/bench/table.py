@@ -9,7 +9,7 @@ WIDTHS = {"value": 12, "baseline": 12, "ratio": 8, "limit": 12, "target": 10}
 
 def figure(name: str, unit: str, value: float | None, baseline: float | None = None, limit: float | None = None, *, least: float | None = None,
            most: float | None = None, within: float | None = None, of_ratio: bool = False, **facts) -> dict:
-    """A measured value beside its baseline of the same run, their ratio, and the limit: what no implementation can beat on this machine. At most one target:
+    """A measured value beside its baseline of the same run, their ratio, and the limit: what this machine allows. At most one target:
     `least` or `most` of the value (`of_ratio`: of value / baseline), or `within` that of 1 for the ratio. None is a field that does not apply; a value
     of None could not be measured, and misses its target. `facts`: what else the JSON and a line under the row say of it."""
     ratio = value / baseline if value is not None and baseline else None

@@ -148,7 +148,7 @@ def compare(name: str, new: torch.Tensor, old: torch.Tensor, folder: Path, repea
     ]
     for what, passes in (("encode", 2), ("apply", 1)):
         for clock, seconds, rate in (("", best.wall, copy[0]), (", processor time", best.cpu, copy[1])):
-            facts = {"plain": mb / seconds["plain_apply"]} if what == "apply" else {}
+            facts = {"plain_baseline_mb_s": mb / seconds["plain_apply"]} if what == "apply" else {}
             figures.append(figure(f"{name}: {what}{clock}", "MB/s", mb / seconds[what], mb / seconds[f"xor_{what}"], rate / passes / 1e6, least=targets.get(what),
                                   of_ratio=True, **facts))
     return figures
