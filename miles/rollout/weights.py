@@ -1,6 +1,6 @@
 """Keeps one engine at the newest published weights: pull while it generates, pause, apply, resume, acknowledge with a digest.
 
-    behind?  ->  is it this model's? read and verify it (the engine goes on generating)  ->  otherwise say so, and go on with what is served
+    behind?  ->  is it this model's? read and verify it (the engine goes on generating)  ->  otherwise refuse it, and go on with what is served
              ->  pause  ->  the engine patches its own memory and checks it, or loads the rank's copy, whose checksum its memory must have
              ->  resume, acknowledge  ->  otherwise the engine is poisoned, and stays paused until it is restarted
 
@@ -75,7 +75,7 @@ class EngineWeights:
         self._group = ""  # the broadcast group that the engine is in
         self._parts = RELEASED[run.config.engine.release]
         self._released: tuple[float, float] | None = None  # (seconds it took, when), while the engine is without memory
-        self.version = -1
+        self.version = self._refused = -1
         self._acknowledge(-1, "")
 
     def close(self) -> None:
@@ -89,15 +89,13 @@ class EngineWeights:
         Raises EnginePoisoned when the engine may hold a mixture of versions.
         """
         newest = self.store.newest()
-        if newest is None or newest <= self.version:
+        if newest is None or newest <= max(self.version, self._refused):
             return False
         try:
             manifest = self.store.manifest(newest)
             self._check(manifest)
-        except FileNotFoundError:
-            return False  # retired while we looked
-        except StructureError as e:
-            self._acknowledge(self.version, "", error=str(e))
+        except (StructureError, FileNotFoundError) as e:
+            self._refuse(newest, str(e))
             return False
         if manifest.encoding == "broadcast":
             member = manifest.extra["group"]["members"].get(str(self._rank))
@@ -154,9 +152,10 @@ class EngineWeights:
                 return True
             step = await asyncio.to_thread(self._follower.advance, newest)
         except (StructureError, FileNotFoundError) as e:
-            self._acknowledge(self.version, "", error=str(e))  # go on with what is served; the next keyframe repairs
+            self._refuse(newest, str(e))
             return False
         if step is None:
+            self._refuse(newest, f"v{newest}: a version that it goes on from is gone")
             return False
         manifest, changed = step
         expected = await self._expected(manifest, self._follower.state)
@@ -270,5 +269,11 @@ class EngineWeights:
         self.version, self._named = manifest.version, set(manifest.tensors)
         self._acknowledge(self.version, got)
 
-    def _acknowledge(self, version: int, digest: str, error: str = "", released: int | None = None) -> None:
-        self._turns.acknowledge(Ack(self._rank, self._epoch, self._incarnation, version, digest, error), released)
+    def _refuse(self, version: int, why: str) -> None:
+        """Go on with what is served, and do not look at `version` again: the trainer publishes a newer one, whole, when it hears of this."""
+        self._refused = version
+        print(f"rank {self._rank}: v{version} is refused: {why}", flush=True)
+        self._acknowledge(self.version, "", error=why, refused=version)
+
+    def _acknowledge(self, version: int, digest: str, error: str = "", released: int | None = None, refused: int = -1) -> None:
+        self._turns.acknowledge(Ack(self._rank, self._epoch, self._incarnation, version, digest, error, refused=refused), released)

@@ -214,7 +214,7 @@ class Trainer:
 
     def _late(self) -> bool:
         """Leader: an engine waits for weights that nobody holds whole."""
-        return self.publisher.late()
+        return not self.publisher.holds and self.publisher.late()
 
     def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:
         if self.log is None:

@@ -23,6 +23,7 @@ class Ack(msgspec.Struct, frozen=True):
     digest: str
     error: str = ""
     released: int = -1  # shared GPUs: newest version after whose batch the rank gave the engine's memory back (miles.weights.turns)
+    refused: int = -1  # the version that it could not read or must not take, for `error`; it waits for a newer one
 
 
 def write_ack(run: RunDir, ack: Ack) -> None:

@@ -5,6 +5,7 @@
 broken group) it falls back to a keyframe on disk and says so in what it returns.
 `p2p` is two steps. All trainer ranks fill the memory of all rollout ranks (miles.weights.p2p), under the same condition; then `publish_filled` makes what they
 have a version. Where they could not, the caller gathers, and `publish` goes by broadcast, or else by disk.
+A rank that refuses the newest version, because a file of it is damaged or gone, is given the same weights as a keyframe under a new number, whatever the transport.
 `auto` tries each of these (miles.weights.choose) on versions before which every engine serves the one before, and waits there until every engine serves
 the new one.
 """
@@ -12,6 +13,7 @@ the new one.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,6 +28,8 @@ from miles.weights.patch import State, Tensors
 from miles.weights.store import FILES, Manifest, WeightStore
 
 POLL_S = 0.02
+REPAIRS = 3
+"""Keyframes in a row that are published for a rank that refuses each: what is wrong is then on its side, and every version makes the groups in the buffer older."""
 NOT_SERVED = "an engine does not serve the version before"
 Checksum = Callable[[State], str]
 
@@ -51,6 +55,8 @@ class Publisher:
         self._config = run.config.weights
         self._state: State | None = None
         self._step = 0
+        self._last: Manifest | None = None  # of the newest version, where this publisher published one
+        self._repairs: Counter[int] = Counter()  # rank -> keyframes that were published because it refused the version before, since it served one
         self._since_keyframe = 0
         self._on_files = False  # files lead to the newest version
         self._group: BroadcastGroup | None = None
@@ -94,22 +100,33 @@ class Publisher:
         self._state, self._on_files = None, False
         return self._done(step, m, "p2p", filled.bytes, start - seconds, "")
 
+    @property
+    def holds(self) -> bool:
+        """Whether the newest weights are held here, whole."""
+        return self._state is not None
+
     def late(self) -> bool:
-        """Whether an engine that (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went
-        wrong once."""
-        if self._config.transport == "disk" or not self.version:
-            return False
-        m = self._store.manifest(self.version)
-        if m.encoding in FILES:
+        """Whether the newest weights have to be published again: its folder is gone; a rank has refused it; or an engine that (re)started waits for a version
+        that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises EnvironmentFault when every rank refuses
+        whatever is published."""
+        m = self._last
+        if m is None:
             return False
         acks = self._acks()
+        if self._refusing(acks) or (self._store.newest() or 0) < m.version:
+            return True
+        if len(acks) == self._run.config.cluster.rollout.ranks and all(a.refused == m.version for a in acks.values()):
+            raise EnvironmentFault(f"every rank refuses v{m.version}, as it did the {REPAIRS} keyframes before; rank {min(acks)}: {acks[min(acks)].error}",
+                                   "a version that engines can take", f"find out what is wrong with {self._run.weights_dir} on the rollout nodes, or with what is exported")
+        if m.encoding in FILES:
+            return False
         if m.encoding == "p2p" and m.extra["p2p"]["link"] == f"{self._run.current_epoch(Role.ROLLOUT)}.{self._epoch}":
             return any(a.version < 0 and a.error for a in acks.values())
         return any(a.version < 0 for a in acks.values())
 
     def serve_late(self) -> Published | None:
         """Publish the current weights again, as a keyframe, when they are held and an engine is late."""
-        return self.again("a late engine") if self._state is not None and self.late() else None
+        return self.again("a late engine") if self.holds and self.late() else None
 
     def again(self, note: str) -> Published:
         """Publish what was published last under a new number, on disk."""
@@ -132,7 +149,8 @@ class Publisher:
     # -- transports ----------------------------------------------------------------------------------------------------------
     def _disk(self, step: int, tensors: Tensors | None, gathered: Callable[[], None]) -> Manifest:
         """tensors: None for a keyframe of the state that is held."""
-        delta = tensors is not None and self._way == "disk" and self._on_files and self._state is not None and self._since_keyframe + 1 < self._config.keyframe_every
+        refusing = self._refusing(self._acks())
+        delta = tensors is not None and self._way == "disk" and self._on_files and self.holds and not refusing and self._since_keyframe + 1 < self._config.keyframe_every
         version = self.version + 1
 
         def extra() -> dict:  # asked once the tensors are written
@@ -149,6 +167,7 @@ class Publisher:
             if tensors is not None:
                 self._hold(tensors)
             m = self._store.publish(version, step, self._state, self._epoch, extra=extra)
+            self._repairs.update(a.rank for a in refusing)
         self._since_keyframe, self._on_files = self._since_keyframe + 1 if delta else 0, True
         self._store.retire(self._config.keep_keyframes, serving(self._run))
         self._wake()
@@ -183,7 +202,7 @@ class Publisher:
         return m
 
     def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
-        self.version, self._step = m.version, step
+        self.version, self._step, self._last = m.version, step, m
         return self._measured(Published(m.version, transport, size, time.monotonic() - start, note), start)
 
     @property
@@ -196,7 +215,7 @@ class Publisher:
         trial, self._trial = self._trial, False
         if decided or not trial:
             return published
-        while (served := self._all_serve(self._acks())) is False and time.monotonic() - start < self._config.ack_timeout_s:
+        while (served := self._all_serve(acks := self._acks())) is False and not self._refusing(acks) and time.monotonic() - start < self._config.ack_timeout_s:
             time.sleep(POLL_S)
         seconds = time.monotonic() - start
         self._figures.append((way, seconds if served and published.transport == way else None))
@@ -207,6 +226,13 @@ class Publisher:
 
     def _acks(self) -> dict[int, Ack]:
         return read_acks(self._run, self._run.current_epoch(Role.ROLLOUT))
+
+    def _refusing(self, acks: dict[int, Ack]) -> list[Ack]:
+        """Of ranks that refuse the newest version, those that a keyframe may help."""
+        for a in acks.values():
+            if a.version >= 0 and a.refused < 0:
+                del self._repairs[a.rank]
+        return [a for a in acks.values() if a.refused == self.version and self._repairs[a.rank] < REPAIRS]
 
     def _all_serve(self, acks: dict[int, Ack]) -> bool:
         """Whether every engine serves the newest version."""

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from miles.core import Role
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_ack, read_acks, write_ack
@@ -62,7 +64,7 @@ class EngineTurns:
         """Write the rank's acknowledgement, with what it has released. Raises StaleEpochError in a process that was given up for dead."""
         self._run.check_epoch(Role.ROLLOUT, self._epoch)
         self.released = self.released if released is None else released
-        write_ack(self._run, Ack(ack.rank, ack.epoch, ack.incarnation, ack.version, ack.digest, ack.error, self.released))
+        write_ack(self._run, msgspec.structs.replace(ack, released=self.released))
 
 
 def all_released(run: RunDir, store: WeightStore) -> bool:

@@ -1,4 +1,5 @@
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -206,6 +207,86 @@ def test_what_is_held_is_published_again_whole(tmp_path):
     assert (again.version, again.note, m.encoding, sorted(m.tensors)) == (2, "the batch is not complete", "keyframe", ["a", "b"])
     p.publish(1, state(1).items())
     assert WeightStore(run).manifest(3).encoding == "delta"
+
+
+def refuse(run, version, *ranks, serving=1):
+    for rank in (0, 1):
+        error, refused = ("another digest", version) if rank in ranks else ("", -1)
+        write_ack(run, Ack(rank, run.current_epoch("rollout"), 0, serving, "sum", error, refused=refused))
+
+
+@pytest.mark.parametrize("transport", ["disk", "broadcast", "p2p", "auto"])
+def test_what_a_rank_refuses_is_published_again_whole(tmp_path, transport):
+    run, _, p = make(tmp_path, transport)
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    refuse(run, 1, 1, serving=-1)
+    assert p.late() and p.serve_late().version == 2 and not p.late()  # until a rank refuses that one
+    assert WeightStore(run).manifest(2).encoding == "keyframe"
+    refuse(run, 1, 1)
+    assert not p.late()
+
+
+def test_what_a_rank_refuses_is_not_the_base_of_a_delta(tmp_path):
+    run, _, p = make(tmp_path, "disk")
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    p.publish(1, state(1).items())
+    refuse(run, 2, 0)
+    p.publish(2, state(2).items())
+    assert [WeightStore(run).manifest(v).encoding for v in (2, 3)] == ["delta", "keyframe"]
+
+
+def test_a_rank_that_refuses_everything_gets_no_more_keyframes_of_its_own_until_it_has_served_one(tmp_path):
+    run, _, p = make(tmp_path, "disk", **{"weights.keyframe_every": 100})
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    for version in (1, 2, 3, 4):
+        refuse(run, version, 1)
+        assert (p.serve_late() is not None) == (version < 4)
+    p.publish(1, state(1).items())
+    p.publish(2, state(2).items())
+    refuse(run, 6, 1)
+    assert p.version == 6 and WeightStore(run).manifest(6).encoding == "delta" and not p.late()
+    refuse(run, 6, 0, 1)  # another for the first time
+    assert p.serve_late().version == 7
+    served(run, 7)
+    assert not p.late()
+    refuse(run, 7, 1)
+    assert p.serve_late().version == 8
+
+
+def test_when_every_rank_refuses_everything_the_run_ends_with_what_they_say(tmp_path):
+    run, _, p = make(tmp_path, "disk")
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    for version in (1, 2, 3):
+        refuse(run, version, 0, 1)
+        p.serve_late()
+    refuse(run, 4, 0, 1)
+    with pytest.raises(EnvironmentFault, match="every rank refuses v4, as it did the 3 keyframes before; rank 0: another digest"):
+        p.serve_late()
+
+
+def test_a_version_whose_folder_is_gone_is_published_again(tmp_path):
+    run, _, p = make(tmp_path, "disk")
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    shutil.rmtree(run.weights_dir / "v000001")
+    assert p.serve_late().version == 2 and not p.late()
+
+
+@pytest.mark.parametrize("harm", [lambda path: path.write_bytes(b"{}"), lambda path: path.unlink()])
+def test_a_damaged_or_lost_manifest_of_the_newest_version_is_nothing_to_the_trainer_that_published_it(tmp_path, harm):
+    run, _, p = make(tmp_path, "p2p")
+    run.new_epoch("rollout")
+    p.publish(0, state(0).items())
+    p.publish_filled(1, FILLED, 0.0)
+    served(run, 2)
+    harm(run.weights_dir / "v000002" / "MANIFEST.json")
+    assert not p.late()
+    served(run, -1, error="digest")
+    assert p.late()
 
 
 class Serving(threading.Thread):
