@@ -34,6 +34,16 @@ _JOINED_TARGET = {"q_proj": ("qkv_proj", 0), "k_proj": ("qkv_proj", 1), "v_proj"
                   "up_proj": ("gate_up_proj", 1)}
 
 
+def draft_tensors(names: Iterable[str], layers: int) -> set[str]:
+    """Those of layers behind the `layers` of the model, which an engine that does not speculate leaves out."""
+    return {name for name in names if (m := _LAYER.match(name)) and int(m["layer"]) >= layers}
+
+
+def layers_of(names: Iterable[str]) -> int:
+    """How many layers the parameters of these names have."""
+    return 1 + max((int(m["layer"]) for name in names if (m := _LAYER.match(name))), default=-1)
+
+
 def fusion_plan(names: Iterable[str], *, tied: bool = False) -> dict[str, list[str]]:
     """Engine parameter -> Hugging Face tensors whose bytes it is made of, in order. `tied`: lm_head shares the embedding and has no own parameter.
 
@@ -63,8 +73,8 @@ def expected_checksums(state: Mapping[str, torch.Tensor], *, dtype: str = "float
 
     target_dtype = getattr(torch, dtype)
     out = {}
-    served = (name for name in state if layers is None or not (m := _LAYER.match(name)) or int(m["layer"]) < layers)
-    for target, pieces in fusion_plan(served, tied=tied).items():
+    drafts = draft_tensors(state, layers) if layers is not None else set()
+    for target, pieces in fusion_plan((name for name in state if name not in drafts), tied=tied).items():
         sha = hashlib.sha256()
         for name in pieces:
             tensor = state[name].detach().cpu()

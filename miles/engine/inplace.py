@@ -3,7 +3,7 @@
     /weights_checker, action REHEARSE + path     while it generates, a thread verifies what the patch makes of each block, in memory aside
     /update_weights_from_disk                    while it stands still: make the verified changes; verify and make them where nothing was rehearsed
 
-Possible where that memory is Hugging Face's tensors byte for byte (miles.engine.digest: a CPU engine of one process). Every block of every tensor is read and
+Possible where that memory is Hugging Face's tensors byte for byte (miles.engine.digest: a CPU engine of one process). Every block of every tensor that it has is read and
 its result compared with the trainer's digest, so all of the engine's weights have been verified when this reports success; otherwise they are what they
 were. SGLang's functions (0.5.23) for weights from a folder and for checksums are wrapped; other requests go to them as before.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from miles.core import MilesError, StructureError
-from miles.engine.digest import fusion_plan
+from miles.engine.digest import draft_tensors, fusion_plan, layers_of
 from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING
 from miles.weights.kernels import scatter
 from miles.weights.patch import Patch
@@ -92,7 +92,8 @@ class Rehearsal(threading.Thread):
         said = READY
         try:
             patch = Patch(Path(self.path))
-            self._commit = patch.rehearse(hugging_face_views(self._parameters, patch.shapes))
+            shapes, drafts = _served(patch, self._parameters)
+            self._commit = patch.rehearse(hugging_face_views(self._parameters, shapes), drafts)
         except Exception as e:  # whoever asks must hear of it, whatever it is
             said = str(e)
         self.said = said
@@ -102,15 +103,23 @@ def apply_patch(path: Path, parameters: Mapping[str, torch.Tensor]) -> None:
     """Change an engine's parameters (its own, fused names) in place. Raises StructureError, with all of them as they were, for a patch to other weights or of
     other tensors."""
     patch = Patch(path)
-    views = hugging_face_views(parameters, patch.shapes)
-    state, _ = patch.apply(views)
+    shapes, drafts = _served(patch, parameters)
+    views = hugging_face_views(parameters, shapes)
+    state, _ = patch.apply(views, without=drafts)
     for name, tensor in state.items():
         if tensor.data_ptr() != views[name].data_ptr():  # one with dense blocks was made anew, and is verified
             views[name].copy_(tensor)
 
 
+def _served(patch: Patch, parameters: Mapping[str, torch.Tensor]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Shapes of the patch's tensors that this engine has; and names of those of draft layers, which it leaves out, because it does not speculate (a CPU
+    engine never does)."""
+    drafts = draft_tensors(patch.shapes, layers_of(parameters))
+    return {name: shape for name, shape in patch.shapes.items() if name not in drafts}, drafts
+
+
 def hugging_face_views(parameters: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Hugging Face name -> the engine's memory of that tensor. shapes: of all of the model's tensors. Raises StructureError when they do not make up the
+    """Hugging Face name -> the engine's memory of that tensor. shapes: of all tensors that the engine has. Raises StructureError when they do not make up the
     parameters."""
     out, found = {}, set()
     for target, names in fusion_plan(shapes, tied="lm_head.weight" not in parameters).items():

@@ -29,7 +29,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +73,11 @@ class _Tensor(msgspec.Struct, array_like=True, frozen=True):
     base: str  # digest of what the differences are against; empty: the tensor is whole
     digest: str
     blocks: list[_Block]
+
+    @property
+    def stored(self) -> int:
+        """Bytes of its payloads."""
+        return sum(sum(b.streams) for b in self.blocks)
 
 
 class _Index(msgspec.Struct, array_like=True, frozen=True):
@@ -261,16 +266,20 @@ class Patch:
         except OSError as e:
             raise self._damaged(str(e)) from e
 
-    def apply(self, base: State, base_digests: dict[str, str] | None = None) -> tuple[State, set[str]]:
+    def apply(self, base: State, base_digests: dict[str, str] | None = None, without: Container[str] = ()) -> tuple[State, set[str]]:
         """The new state and the names of the tensors that changed. Tensors without dense blocks are changed in place: they are the same
         objects in both states. `base` must own its memory; tensors that share it are told apart here.
 
-        base_digests: digests of `base` that are known (from the manifest it was verified by); they must be the stated ones.
+        base_digests: digests of `base` that are known (from the manifest it was verified by); they must be the stated ones. without: tensors that the reader
+        has not got, and the new state has not either.
         Raises StructureError (cause patch-base | patch-file | patch-digest), with every tensor of `base` as it was.
         """
         steps: list[_Step] = []
         state, seen, offset = {}, set(), len(_MAGIC)
         for t in self._tensors:
+            if t.name in without:
+                offset += t.stored
+                continue
             out, own = self._target(t, base, base_digests, seen)
             state[t.name] = out
             for view, block in zip(blocks(out), t.blocks, strict=True):
@@ -284,13 +293,16 @@ class Patch:
             if isinstance(e, (OSError, zstandard.ZstdError)):
                 raise self._damaged(str(e)) from e
             raise
-        return state, {t.name for t in self._tensors if not t.base or any(b.kind != "same" for b in t.blocks)}
+        return state, {t.name for t in self._tensors if t.name in state and (not t.base or any(b.kind != "same" for b in t.blocks))}
 
-    def rehearse(self, base: State) -> Callable[[], None] | None:
+    def rehearse(self, base: State, without: Container[str] = ()) -> Callable[[], None] | None:
         """Verify, block by block in memory aside, that `apply` would make the result of `base`, which is only read. Returns what makes it so, and no longer
         looks at it; None where blocks are dense, for whose result there is no room aside. Raises like `apply`. For a `base` that nobody changes meanwhile."""
         steps, offset = [], len(_MAGIC)
         for t in self._tensors:
+            if t.name in without:
+                offset += t.stored
+                continue
             out, own = self._target(t, base, None, set())
             if not own:
                 return None
@@ -400,7 +412,7 @@ class Patch:
                 least, most = {"same": (0, 0), "dense": (dtype.itemsize,) * 2, "sparse": (b.symbol_bytes + 1, b.symbol_bytes + 1 + dtype.itemsize)}[b.kind]
                 if not least <= len(b.streams) <= most or min(b.streams, default=0) < 0 or b.symbol_bytes not in (1, 2) or (b.kind != "dense" and not t.base):
                     raise self._damaged(f"{t.name} has a {b.kind} block of {len(b.streams)} streams")
-                offset += sum(b.streams)
+            offset += t.stored
         if offset != end or len({t.name for t in index.tensors}) != len(index.tensors):
             raise self._damaged("its blocks do not fill it, or two tensors share a name")
         return index.tensors

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from miles.core import StructureError
-from miles.engine.inplace import apply_patch, hugging_face_views
+from miles.engine.handover import READY
+from miles.engine.inplace import Rehearsal, apply_patch, hugging_face_views
 from miles.weights.digest import bits
 from miles.weights.patch import Patch, write_patch
 
@@ -59,6 +60,26 @@ def test_fused_parameters_become_those_of_the_new_state_and_padding_stays(tmp_pa
     where = {n: p.data_ptr() for n, p in parameters.items()}
     commit() if commit else apply_patch(patch(tmp_path, new, old), parameters)
     assert same(parameters, fused(new)) and {n: p.data_ptr() for n, p in parameters.items()} == where
+
+
+@pytest.mark.parametrize("rehearsed", [False, True])
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_draft_layer_of_the_version_is_left_out_by_an_engine_that_has_none(tmp_path, rehearsed, dense):
+    drafts = {"model.layers.1.enorm.weight": torch.ones(8).bfloat16(), "model.layers.1.self_attn.q_proj.weight": torch.ones(8, 8).bfloat16()}
+    old, new = state(1), state(1)
+    for t in new.values():
+        bits(t)[::7] ^= 1
+    moved = {n: t * 3 if dense else torch.cat([t[:1] * 3, t[1:]]) for n, t in drafts.items()}
+    version = dict(sorted((new | moved).items()))  # between those that it has
+    parameters, path = fused(old), patch(tmp_path, version, old | drafts)
+    if rehearsed:
+        rehearsal = Rehearsal(str(path), parameters)
+        rehearsal.run()
+        assert rehearsal.said == READY and same(parameters, fused(old))
+        rehearsal._commit()
+    else:
+        apply_patch(path, parameters)
+    assert same(parameters, fused(new))
 
 
 def test_memory_that_is_not_the_base_is_refused_and_stays_what_it_was(tmp_path):

@@ -231,6 +231,14 @@ def test_an_engine_that_does_not_speculate_takes_versions_with_a_draft_layer_and
             await client.update_tensors(new, 2)
             require_equal(expected_checksums(new, layers=4), await client.checksums(), 2)
             assert any(n.startswith("model.layers.4.") for n in expected_checksums(new))
+            await client.resume()
+            delta = {n: nudged(t, 50) for n, t in new.items()}
+            with open(tmp_path / "patch", "wb") as f:
+                write_patch(f, delta.items(), new)
+            await client.rehearse_patch(tmp_path / "patch")
+            await client.pause("in_place")
+            await client.apply_patch(tmp_path / "patch", 3)
+            require_equal(expected_checksums(delta, layers=4), await client.checksums(), 3)
         finally:
             await client.close()
             await process.stop()
