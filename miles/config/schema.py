@@ -111,7 +111,7 @@ class EngineConfig(Section):
     max_running: int | None = Field(None, ge=1, description="Requests one engine runs at once.")
     speculative: SpeculativeConfig | None = Field(None, description="Speculative decoding; absent = off.")
     start_timeout_s: float = Field(600.0, gt=0, description="Seconds an engine may take until it answers.")
-    restarts: int = Field(3, ge=0, description="How often one rank restarts its engine before it gives up.")
+    restarts: int = Field(3, ge=0, description="How often in a row one rank restarts its engine before it gives up; counted anew once an engine has taken a further version behind the first that it served.")
     release: Literal["all", "kv_cache"] = Field("all", description="What an engine gives back while the trainer trains (`cluster.placement = \"shared\"`): `all` = KV cache and weights, and every version is then loaded whole; `kv_cache` = the weights stay on the GPU beside the trainer, and patches do.")
     port_base: int = Field(31000, ge=1024, le=65000, description="First port tried for engines and session servers; each rank takes free ones from here upward.")
     extra_args: tuple[str, ...] = Field((), description="Further flags for `sglang.launch_server`, as they are.")

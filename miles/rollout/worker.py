@@ -103,6 +103,7 @@ class Worker:
         self._running: set[asyncio.Task] = set()
         self._look, self._stopping, self._failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._fault: BaseException | None = None  # what ended a trajectory without an answer to the leader
+        self._deaths = 0  # of its engine, in a row
         self._served = False  # an engine of this rank has started once
         self._logged = 0.0
 
@@ -151,7 +152,7 @@ class Worker:
 
     # -- the engine's life ---------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times; and what ended a trajectory so that its sample
+        """Raises EnvironmentFault when the engine does not start, or dies more than engine.restarts times in a row; and what ended a trajectory so that its sample
         has no answer: a rank that went on would leave its group open for ever, and one that is started again plays it again."""
         life, failed = asyncio.create_task(self._live()), asyncio.create_task(self._failed.wait())
         try:
@@ -167,11 +168,11 @@ class Worker:
     async def _live(self) -> None:
         lease = await self._serve()
         self._report({"kind": "held", "samples": [(*sample_of(name), len(turns)) for name, (_, turns) in self._service.held.items()]})
-        deaths = 0
+        incarnation = 0
         try:
             while not self._stopping.is_set():
                 try:
-                    await self._incarnation(deaths)
+                    await self._incarnation(incarnation)
                 except (EnginePoisoned, _NoStart) as e:
                     cause = str(e)
                 else:
@@ -181,11 +182,11 @@ class Worker:
                 await self._process.stop()
                 if self._stopping.is_set():
                     return
-                deaths += 1
-                if deaths > self._run.config.engine.restarts:
-                    raise EnvironmentFault(f"rank {self._rank}: {cause}; that was death {deaths}\n{self._process.log_tail()}",
-                                           f"at most engine.restarts = {self._run.config.engine.restarts} restarts", "read the engine's log")
-                print(f"rank {self._rank}: {cause}; restarting it ({deaths})", flush=True)
+                incarnation, self._deaths = incarnation + 1, self._deaths + 1
+                if self._deaths > self._run.config.engine.restarts:
+                    raise EnvironmentFault(f"rank {self._rank}: {cause}; that was death {self._deaths} in a row\n{self._process.log_tail()}",
+                                           f"at most engine.restarts = {self._run.config.engine.restarts} restarts in a row", "read the engine's log")
+                print(f"rank {self._rank}: {cause}; restarting it ({self._deaths} in a row)", flush=True)
         finally:
             await self._server.stop()
             self._service.store.close()
@@ -216,8 +217,8 @@ class Worker:
                     await self._wait_look()
                     if self._turns.ended(weights.version):
                         await weights.release()
-                    if not weights.released or self._turns.may_take():
-                        await weights.follow()
+                    if (not weights.released or self._turns.may_take()) and await weights.follow():
+                        self._deaths = 0  # not the first version of this engine: its updates work
                     self._log_engine(client, number)
         finally:
             self._engines.down(self._rank)

@@ -16,6 +16,7 @@ from miles.core import NO_VERSION, Drafts, EnvironmentFault, Trajectory
 from miles.engine.process import EngineKilled
 from miles.env import Episode
 from miles.log import RunLog
+from miles.rollout.weights import EnginePoisoned
 from miles.rollout.worker import Worker, _NoStart, sample_figures
 from miles.rundir import RunDir
 from miles.session import Engine
@@ -215,6 +216,52 @@ def test_what_ends_a_trajectory_without_an_answer_ends_its_rank(worker, monkeypa
 
     with pytest.raises(ZeroDivisionError, match="a defect"):
         asyncio.run(main())
+
+
+@pytest.fixture
+def live(worker, monkeypatch):
+    """Plays the lives of a rank's engines: of each, whether it takes a version (or is poisoned by it) look by look. Returns the numbers of those that started."""
+    started = []
+
+    class Weights:
+        version, released = 1, False
+
+        def __init__(self, run, rank, epoch, incarnation, *_):
+            started.append(incarnation)
+
+        async def follow(self):
+            if not self.looks:
+                worker.stop()
+                return False
+            if (look := self.looks.pop(0)) is EnginePoisoned:
+                raise EnginePoisoned("half of it", "a whole version", "nothing")
+            return look
+
+        def close(self):
+            pass
+
+    async def nothing():
+        return "http://engine"
+
+    def played(lives):
+        Weights.looks = [look for life in lives for look in life]
+        asyncio.run(worker.run())
+        return started
+
+    monkeypatch.setattr(miles.rollout.worker, "EngineWeights", Weights)
+    monkeypatch.setattr(miles.rollout.worker, "LOOK_S", 0.001)
+    monkeypatch.setattr(worker, "_process", SimpleNamespace(alive=True, returncode=0, start=nothing, stop=nothing, log_tail=lambda: "its log"))
+    return played
+
+
+def test_deaths_of_engines_whose_updates_work_between_them_never_end_the_rank(live):
+    assert live([[True, False, True, EnginePoisoned]] * 9) == list(range(10))
+
+
+@pytest.mark.parametrize("life", [[EnginePoisoned], [True, EnginePoisoned], [False, True, False, EnginePoisoned]])
+def test_engines_none_of_which_takes_a_second_version_end_the_rank_when_engine_restarts_is_used_up(live, life):
+    with pytest.raises(EnvironmentFault, match="half of it(?s:.*)that was death 4 in a row(?s:.*)its log"):
+        live([[True, True, EnginePoisoned], *[life] * 3])
 
 
 def test_an_engine_that_is_killed_while_it_starts_has_died_and_one_that_cannot_start_ends_the_run(worker, monkeypatch):
