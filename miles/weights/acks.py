@@ -52,7 +52,7 @@ def _read_all(folder: Path) -> list[Ack]:
 
 
 def _read(path: Path) -> Ack | None:
-    with contextlib.suppress(FileNotFoundError, msgspec.MsgspecError, UnicodeDecodeError):
+    with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return msgspec.json.decode(path.read_bytes(), type=Ack)
     return None
 

@@ -11,6 +11,7 @@ backwards.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import re
@@ -91,10 +92,17 @@ class WeightStore:
         return max(self.versions(), default=None)
 
     def manifest(self, version: int) -> Manifest:
-        """Raises FileNotFoundError for a version that does not exist (any more), StructureError for a manifest that is not what was published."""
+        """Raises FileNotFoundError for a version that does not exist (any more), StructureError for a manifest that cannot be read or is not what was
+        published."""
         path = self._path(version) / "MANIFEST.json"
         try:
             m = msgspec.json.decode(path.read_bytes(), type=Manifest)
+        except FileNotFoundError:
+            raise
+        except OSError as e:
+            if e.errno == errno.ESTALE:  # what a network file system says of a folder that was removed while it was looked at
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from e
+            raise _damaged_manifest(path, str(e)) from e
         except (msgspec.MsgspecError, UnicodeDecodeError) as e:
             raise _damaged_manifest(path, str(e)) from e
         if m.version != version or m.mark != _mark(m):

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -22,7 +23,7 @@ from miles.log import RunLog
 from miles.rundir import RunDir, publish_bytes, remove_unfinished, temp_path
 from miles.session import SessionStore
 from miles.session.store import Opened
-from miles.weights.acks import Ack, read_acks, write_ack
+from miles.weights.acks import Ack, read_ack, read_acks, write_ack
 from miles.weights.follow import Follower
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore
@@ -186,6 +187,21 @@ def test_an_acknowledgement_that_cannot_be_read_counts_as_missing(run, data):
     assert list(read_acks(run, 1)) == [1]
     (run.acks_dir / "rollout-0001.json").unlink()
     assert read_acks(run, 1) == {}
+
+
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_an_acknowledgement_that_the_file_system_does_not_give_counts_as_missing(run, monkeypatch, code):
+    for rank in (0, 1):
+        write_ack(run, Ack(rank, 1, 0, 4, "d"))
+    read = Path.read_bytes
+
+    def refused(path):
+        if path.name == "rollout-0000.json":
+            raise OSError(code, "of the network", str(path))
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert list(read_acks(run, 1)) == [1] and read_ack(run, 0) is None
 
 
 def test_a_lost_epoch_file_gives_no_number_twice(run):

@@ -1,7 +1,9 @@
+import errno
 import json
 import mmap
 import random
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +139,18 @@ def test_only_changed_tensors_are_named(store):
 def test_a_keyframe_is_an_ordinary_safetensors_file(run, store):
     store.publish(1, 0, state(1), 1)
     assert equal(load_file(run.weights_dir / "v000001" / "weights.safetensors"), state(1))
+
+
+@pytest.mark.parametrize(("code", "error"), [(errno.ESTALE, FileNotFoundError), (errno.ENOENT, FileNotFoundError), (errno.EIO, StructureError)])
+def test_a_manifest_that_a_network_file_system_lost_is_gone_and_one_it_cannot_read_is_damaged(store, monkeypatch, code, error):
+    store.publish(1, 0, state(1), 1)
+
+    def lost(path):
+        raise OSError(code, "of the network", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", lost)
+    with pytest.raises(error):
+        store.manifest(1)
 
 
 def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
