@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 PauseMode = Literal["in_place", "retract"]
 CONTROL_TIMEOUT_S = 600.0
 REHEARSAL_POLL_S = 0.01
+CONVERTED = ({"float64", "float32", "float16", "bfloat16"},
+             {"int64", "int32"})  # a packed weight's shape, which folders have in either
 KEEP_ALIVE_S = 2.0
 """An idle connection is used again for this long. The server closes it after 5 s (uvicorn's default); a request written in that moment fails, and a living
 engine would be taken for a dead one in the middle of an update."""
@@ -219,8 +221,8 @@ class EngineClient:
         await self._post("/destroy_weights_update_group", {"group_name": group})
 
     def check_tensors(self, described: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Raises StructureError unless every name -> (shape, dtype) is one of the model's parameters. A float of another width is fine: the
-        engine converts it to its own."""
+        """Raises StructureError unless every name -> (shape, dtype) is one of the model's parameters. Another one in the same
+        line of `CONVERTED` is fine: the engine converts it to its own. What is not there holds codes or scales of a quantized weight, and must be what it is."""
         for name, (shape, dtype) in described.items():
             known = self.parameters.get(name)
             if known is None:
@@ -228,7 +230,7 @@ class EngineClient:
                                      "check the weight mapping of this family", cause="weights:name")
             if known.shape != shape:
                 raise StructureError(f"weights: {name} has shape {shape}", f"{known.shape}", "check the weight mapping of this family", cause="weights:shape")
-            if ("float" in dtype) != ("float" in known.dtype):
+            if dtype != known.dtype and not any({dtype, known.dtype} <= alike for alike in CONVERTED):
                 raise StructureError(f"weights: {name} is {dtype}", known.dtype, "check the weight mapping of this family", cause="weights:dtype")
 
     async def set_version(self, version: int) -> None:
