@@ -24,16 +24,17 @@ class StreamedAdam(torch.optim.Optimizer):
     """`params`: groups of fp32 parameters that carry shapes and gradients; `targets`: for each parameter the tensor that gets its value after a step, of
     any type. The parameters' own values are read once, here; their storage may be freed afterwards (where it is not that of the target).
 
-    `moments` is their format in the store; they are computed in float32 and, as bf16, stored by stochastic rounding, whose bits `seed` picks. `network`:
-    `folder` may be on a network file system. On the CPU a step with fp32 moments gives, bit for bit, what CpuFusedAdam gives.
+    `moments` is their format in the store; they are computed in float32 and, as bf16, stored by stochastic rounding, whose bits `origins` picks: for each
+    parameter what it is a part of, as a number, and where in that its first element lies (by itself: each is all of something). `network`: `folder` may be on a network file system. On the CPU a step with fp32 moments gives, bit for bit, what CpuFusedAdam gives.
     """
 
-    def __init__(self, params: list[dict], targets: list[torch.Tensor], folder: Path, *, bucket: int = BUCKET, moments: Moments = "fp32", seed: int = 0,
-                 network: bool = False):
+    def __init__(self, params: list[dict], targets: list[torch.Tensor], folder: Path, *, bucket: int = BUCKET, moments: Moments = "fp32",
+                 origins: Sequence[tuple[int, int]] | None = None, network: bool = False):
         super().__init__([torch.zeros(1)], {})
         self.param_groups = params  # megatron's are views of model parameters, which torch's constructor refuses
-        self._targets, self._seed = targets, seed
+        self._targets = targets
         self._tensors = [(p, group) for group in self.param_groups for p in group["params"]]
+        self._origins = origins or [(i, 0) for i in range(len(self._tensors))]
         layout = BucketLayout(tuple(p.numel() for p, _ in self._tensors), bucket, moments)
         self._pieces: list[list[Piece]] = list(layout.pieces())
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +62,8 @@ class StreamedAdam(torch.optim.Optimizer):
                 wide = mean.float(), square.float()  # of fp32 moments the tensors themselves
                 adam(main, grad[x.start:x.start + x.count].float(), *wide, group)
                 if narrow:
-                    bits = random_bits(key_of(self._seed, group["step"], bucket), x.at, x.count, device)
+                    whole, first = self._origins[x.tensor]
+                    bits = random_bits(key_of(whole, group["step"]), first + x.start, x.count, device)
                     mean.copy_(round_to_bf16(wide[0], bits))
                     square.copy_(round_to_bf16(wide[1], bits >> 16))
                 target[x.start:x.start + x.count].copy_(main)

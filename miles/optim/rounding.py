@@ -4,8 +4,8 @@ Neighbours among bfloat16 numbers, which have 8 significant bits, are 1/256 to 1
 of it where gradients vanish, would be rounded back to where it was at beta2 = 0.999, and never move. Rounded at random it moves in one step of 4 to 8, by
 4 to 8 times as much (Gupta et al. 2015, arXiv:1502.02551; in training with bfloat16: Zamirai et al. 2020, arXiv:2010.06192).
 
-The random bits are a function of (seed, step, bucket, element), a counter instead of a state: a run that goes on from a checkpoint rounds as the one that
-was not interrupted, and in whatever order or parts elements are rounded.
+The random bits are a function of (parameter, step, element), a counter instead of a state: a run that goes on from a checkpoint rounds as the one that
+was not interrupted, in whatever order or parts elements are rounded; and ranks that hold the same parameter round it alike, or it would become another on each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def key_of(*numbers: int) -> tuple[int, int]:
 
 def random_bits(key: tuple[int, int], start: int, count: int, device: torch.device | str = "cpu") -> torch.Tensor:
     """int32 [count]: 32 bits for each of elements [start, start + count): the last steps of MurmurHash3 over their numbers, keyed."""
-    x = torch.arange(start, start + count, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1)).add_(key[0])
+    x = torch.arange(count, dtype=torch.int32, device=device).mul_(_signed(0x9E3779B1)).add_(_signed(start * 0x9E3779B1 + key[0]))
     for shift, then in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << 32 - shift) - 1)).mul_(_signed(then)).bitwise_xor_(key[1])
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -24,7 +23,7 @@ from miles.core import ConfigError, Layout
 from miles.platform.layers import draft_spec, layer_spec, sparse_kernels
 from miles.trainer.mtp import DraftingModel
 from miles.trainer.streamed import stream
-from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture
+from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture, shards_of
 from miles.weights.mapping.tables import padded_vocab
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -96,9 +95,10 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path
     )
     drafts = {} if mtp_lr is None else {ParamKey(attr=GRAD_NORM_GROUP_ATTR): {"max_lr": mtp_lr}}  # which marks the parameters of draft layers, and no others
     optimizer = get_megatron_optimizer(whole, model.chunks, config_overrides={**get_standard_config_overrides(whole), **drafts})
+    shards = shards_of(model.chunks, model.arch) if config.state == "stream" else {}
     for i, part in enumerate(optimizer.chained_optimizers):
         if config.state == "stream":
-            stream(part, state_dir / str(i), moments=config.moments, seed=dist.get_rank() << 8 | i, network=config.state_on_network)
+            stream(part, state_dir / str(i), shards, moments=config.moments, network=config.state_on_network)
         else:
             part.init_state_fn(part.optimizer, part.config)  # moments exist from the start, so that a checkpoint can be taken before the first step
     model.config.grad_scale_func = optimizer.scale_loss

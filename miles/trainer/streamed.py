@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 import torch.distributed as dist
+import xxhash
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from miles.optim import SavedFile, SavedState, SavedTensor, StreamedAdam, file_names
@@ -39,15 +40,17 @@ class StreamedDistributedOptimizer(DistributedOptimizer):
         del self._loaded
 
 
-def stream(part: DistributedOptimizer, folder: Path, **options) -> None:
-    """Move the state of one distributed optimizer, before its first step, to files in `folder`. `options` are those of StreamedAdam.
+def stream(part: DistributedOptimizer, folder: Path, shards: dict[torch.Tensor, Shard], **options) -> None:
+    """Move the state of one distributed optimizer, before its first step, to files in `folder`. shards: what this rank's parameters are. `options` are those of
+    StreamedAdam.
 
     Raises EnvironmentFault: the folder is unfit for that (check_folder).
     """
     targets = {main: model for mains, models in zip(part.shard_fp32_from_float16_groups, part.shard_float16_groups, strict=True)
                for main, model in zip(mains, models, strict=True)}
     mains = [p for group in part.optimizer.param_groups for p in group["params"]]
-    part.optimizer = StreamedAdam(part.optimizer.param_groups, [targets.get(p, p).detach() for p in mains], folder, **options)
+    origins = {o.main: (xxhash.xxh3_64_intdigest(f"{o.shard.names} {o.shard.index}".encode()), o.start) for o in _owned(part, shards)}
+    part.optimizer = StreamedAdam(part.optimizer.param_groups, [targets.get(p, p).detach() for p in mains], folder, origins=[origins[p] for p in mains], **options)
     part.__class__ = StreamedDistributedOptimizer  # megatron's factory has no place for another class
     for p in targets:
         p.untyped_storage().resize_(0)

@@ -79,17 +79,36 @@ def test_a_step_of_parameters_is_that_of_fp32_moments_at_first(tmp_path):
 
 
 def test_a_run_that_goes_on_rounds_as_the_one_that_was_not_interrupted(tmp_path):
-    through, first = adam(tmp_path / "a", seed=5), adam(tmp_path / "b", seed=5)
+    through, first = adam(tmp_path / "a", origins=[(5, 0)]), adam(tmp_path / "b", origins=[(5, 0)])
     train(through, range(5))
     train(first, range(3))
-    again = adam(tmp_path / "c", seed=5, step=3)
+    again = adam(tmp_path / "c", origins=[(5, 0)], step=3)
     again.replace(values_of(first.parameters[0].detach(), *(m.float() for m in moments_of(first))))
     train(again, range(3, 5))
     for got, want in zip(moments_of(again), moments_of(through), strict=True):
         assert torch.equal(got, want)
-    other = adam(tmp_path / "d", seed=6)
+    other = adam(tmp_path / "d", origins=[(6, 0)])
     train(other, range(5))
     assert not torch.equal(moments_of(other)[0], moments_of(through)[0])
+
+
+def test_a_part_of_a_parameter_is_rounded_as_in_the_whole_wherever_its_elements_lie(tmp_path):
+    """Another rank may have another part of the same parameter, behind other parameters, in other buckets."""
+    torch.manual_seed(2)
+    whole, grads = torch.randn(N), [torch.randn(N) for _ in range(3)]
+
+    def stepped(name, parts):
+        params = [torch.nn.Parameter(whole[start:end].clone()) for start, end in parts]
+        optimizer = StreamedAdam([{"params": params, **HYPER}], [p.detach() for p in params], tmp_path / name, bucket=BUCKET, moments="bf16",
+                                 origins=[(7, start) for start, _ in parts])
+        for grad in grads:
+            for p, (start, end) in zip(params, parts, strict=True):
+                p.grad = grad[start:end].clone()
+            optimizer.step()
+        return moments_of(optimizer)
+
+    for got, want in zip(stepped("cut", [(1234, 30_000), (30_000, N)]), stepped("whole", [(0, N)]), strict=True):
+        assert torch.equal(got, want[1234:])
 
 
 def test_fp32_moments_become_the_nearest_and_bf16_moments_stay_what_they_are(tmp_path):
