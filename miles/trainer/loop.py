@@ -44,7 +44,7 @@ from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.trainer.turns import Turns
 from miles.weights.choose import ways
-from miles.weights.mapping import export_hf
+from miles.weights.mapping import Replicas, export_hf
 from miles.weights.p2p.filled import Filled
 from miles.weights.p2p.send import Sender
 from miles.weights.p2p.source import source_of
@@ -97,6 +97,7 @@ class Trainer:
             self.link = Link(run, Role.TRAINER, epoch)
             self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0,
                                        checksum_of=self._checksum_of())
+        self.replicas = Replicas(self.model.chunks, self.model.arch)
         self.quantize = Export.of(c, self.model.arch.family)
         self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
         self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late, self._late,
@@ -151,7 +152,9 @@ class Trainer:
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
     def publish(self) -> Published | None:
-        """Collective: give the engines the new weights, straight from all ranks or gathered; and where GPUs are shared, these before they get them."""
+        """Collective: give the engines the new weights, straight from all ranks or gathered; and where GPUs are shared, these before they get them. Raises
+        StructureError, before anybody sees them, when it is found that ranks which hold the same weights do not hold the same."""
+        self.replicas.check_now_and_then()
         note = ""
         if self.sender is not None:
             start = time.monotonic()

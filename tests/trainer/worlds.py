@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from miles.config.schema import AlgorithmConfig, LayoutConfig, TrainerConfig
-from miles.core import Layout
+from miles.core import Layout, StructureError
 from miles.trainer.batching import Sequence
 from miles.trainer.checkpoint import begin_checkpoint, load_checkpoint
 from miles.trainer.critic import Critic
@@ -21,7 +21,8 @@ from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.nonfinite import NonFinite, read_sequences
 from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import TrainStep
-from miles.weights.mapping import export_hf
+from miles.weights.digest import bits
+from miles.weights.mapping import Replicas, export_hf, shards_of
 
 
 def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int, int] | None = None, longest: int = 60) -> list[Sequence]:
@@ -127,7 +128,40 @@ def score(folder: str, options: dict, layout: dict, count: int, seed: int, route
 
 def run_steps(folder: str, options: dict, layout: dict, steps: int, count: int, routes: list | None) -> list[dict]:
     step = build(folder, layout, **options)
-    return [vars(step.run(sequences(count, 100 + i, routes=tuple(routes) if routes else None), number=i)) for i in range(steps)]
+    replicas = Replicas(step.model.chunks, step.model.arch)
+    figures = [vars(step.run(sequences(count, 100 + i, routes=tuple(routes) if routes else None), number=i)) for i in range(steps)]
+    replicas.check()  # what several ranks hold has stayed the same on each
+    return figures
+
+
+def replicas_after_a_change(folder: str, layout: dict, name: str, mtp: bool = False) -> str:
+    """What is said of the replicas when the last rank has moved one element of the parameter of this Hugging Face name by one unit in the last place."""
+    model = build_model(folder, Layout(world=dist.get_world_size(), **layout), precision="fp32", mtp=mtp)
+    replicas, shards = Replicas(model.chunks, model.arch), shards_of(model.chunks, model.arch)
+    replicas.check()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        (parameter,) = (p for p, shard in shards.items() if name in shard.names)
+        bits(parameter.detach())[-1] += 1
+    try:
+        replicas.check()
+    except StructureError as e:
+        return f"{e.cause}: {e.found}"
+    return ""
+
+
+def versions_until_replicas_are_compared(folder: str) -> int:
+    """Versions after the first one, behind which one of two copies changes."""
+    model = build_model(folder, Layout(world=dist.get_world_size()), precision="fp32")
+    replicas, versions = Replicas(model.chunks, model.arch), 0
+    replicas.check_now_and_then()
+    if dist.get_rank() == 1:
+        bits(next(model.chunks[0].parameters()).detach())[0] += 1
+    while True:
+        versions += 1
+        try:
+            replicas.check_now_and_then()
+        except StructureError:
+            return versions
 
 
 def split_rollout(folder: str, layout: dict, reduction: str) -> dict:
