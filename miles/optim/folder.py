@@ -27,9 +27,11 @@ def file_system(folder: Path, mounts: str) -> str:
 
 
 def claim(base: Path, epoch: int, rank: int) -> Path:
-    """Folder of a rank in this epoch. What its predecessors left there is removed; one that still runs finds its files gone and harms nobody's."""
+    """Folder of a rank in this epoch. What its predecessors left there is removed: one of them that still runs finds its files gone. A successor's are never
+    touched, for a process that starts late may find them in use."""
     for left in base.glob(f"e*/rank_{rank:05d}"):
-        release(left, up_to=1)
+        if int(left.parent.name[1:]) < epoch:
+            release(left, up_to=1)
     return base / f"e{epoch:06d}" / f"rank_{rank:05d}"
 
 

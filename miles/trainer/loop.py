@@ -64,6 +64,7 @@ class Trainer:
     def __init__(self, run: RunDir, world: World, epoch: int, attempt: int):
         c = run.config
         lay = c.trainer.layout
+        run.check_epoch(Role.TRAINER, epoch)  # before anything that a successor may have is touched
         self.dir, self.world, self.epoch, self.config = run, world, epoch, c
         self.layout = Layout(world.size, lay.tp, lay.pp, lay.cp, lay.ep, lay.etp)
         self.state_dir = self._state_dir()

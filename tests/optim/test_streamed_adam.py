@@ -316,3 +316,12 @@ def test_a_rank_claims_its_folder_from_its_predecessors_and_leaves_none(tmp_path
     second.mkdir(parents=True)
     release(second)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_starts_late_leaves_its_successors_folder_alone(tmp_path):
+    living = claim(tmp_path / "run", 10, 0)
+    living.mkdir(parents=True)
+    (living / "state.0").touch()
+    assert claim(tmp_path / "run", 9, 0).parent.name == "e000009" and (living / "state.0").exists()
+    claim(tmp_path / "run", 11, 0)
+    assert not living.exists()

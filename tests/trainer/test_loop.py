@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import h5py
 import numpy as np
@@ -20,9 +21,11 @@ from tiny_models import SHARED_HEAD, make, with_draft
 
 from miles.buffer import BufferView, BufferWriter, Status, write_part
 from miles.config import load_config, load_site
-from miles.core import NO_VERSION, Trajectory
+from miles.core import NO_VERSION, StaleEpochError, Trajectory
+from miles.optim import claim, folder_of
 from miles.rundir import RunDir
 from miles.trainer.checkpoint import describe_file
+from miles.trainer.loop import Trainer
 from miles.weights.store import WeightStore
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
@@ -168,6 +171,18 @@ def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
     with h5py.File(run.log_path(1, "trainer", 0, 1), "r", locking=False) as f:
         t = f["tables/steps"]
         assert (t["mtp_loss"] > 1).all() and (t["mtp_grad_norm"] > 0).all() and np.isfinite(t["mtp_agreement"]).all() and not t["skipped"].any()
+
+
+def test_a_trainer_of_an_older_epoch_ends_before_it_touches_anything(tmp_path, model):
+    state = tmp_path / "state"
+    run = RunDir.create(config(tmp_path, model, "trainer.optimizer.state='stream'", f"trainer.optimizer.state_dir={state}"))
+    old, new = run.new_epoch("trainer"), run.new_epoch("trainer")
+    living = claim(folder_of(state, run.path.name), new, 0)
+    living.mkdir(parents=True)
+    before = sorted(run.path.rglob("*"))
+    with pytest.raises(StaleEpochError, match="trainer of epoch 1 tried to publish, the run is at epoch 2"):
+        Trainer(run, SimpleNamespace(rank=0, size=2, leader=True), old, 1)
+    assert living.exists() and sorted(run.path.rglob("*")) == before
 
 
 def test_usr2_ends_in_a_checkpoint_and_exit_75(run):
