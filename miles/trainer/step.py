@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.optimizer import MTP_GRAD_NORM_GROUP
 
 from miles.config.schema import AlgorithmConfig, OptimizerConfig, TrainerConfig
-from miles.core import NO_VERSION, MilesError, StructureError
+from miles.core import NO_VERSION, ConfigError, StructureError
 from miles.trainer.algorithms import SUMS, Apart, PolicyLoss, SampledTokens, Truth, apart, k3, truth_of
 from miles.trainer.batching import BatchPlan, Sequence, token_weights
 from miles.trainer.critic import Critic, Judgement
@@ -111,8 +111,8 @@ class TrainStep:
         Their routes are those that this rank replays: `layers` and `held_rows` of the recorded ones. `version`: of the weights that are trained; without it
         staleness is not known.
 
-        Raises StructureError: routes do not fit the model, or a rollout's number the step. MilesError: loss or gradients were not finite
-        MAX_SKIPPED times in a row.
+        Raises StructureError: routes do not fit the model, or a rollout's number the step. ConfigError: loss or gradients were not finite
+        MAX_SKIPPED times in a row, which a restart cannot mend.
         """
         self._version = version
         total_tokens, drafted, total_sampled, weights = self._count(plan, mine)
@@ -261,9 +261,10 @@ class TrainStep:
     def _count_skipped(self, skipped: bool, number: int) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         if self.skipped_in_a_row >= MAX_SKIPPED:
-            raise MilesError(f"step {number + 1}: loss or gradients were not finite {MAX_SKIPPED} times in a row; nothing was changed by these steps",
-                             "finite losses and gradients", "lower trainer.optimizer.lr, or look at the log-probability differences of the last steps"
-                             + (f", and at what was fed: {self.nonfinite.folder}" if self.nonfinite else ""))
+            # a restart would feed the same steps to the same configuration, and count from 0
+            raise ConfigError(f"step {number + 1}: loss or gradients were not finite {MAX_SKIPPED} times in a row; nothing was changed by these steps",
+                             "finite losses and gradients", "start another run with a lower trainer.optimizer.lr, or look at the log-probability differences of "
+                              "the last steps" + (f", and at what was fed: {self.nonfinite.folder}" if self.nonfinite else ""))
 
 
 def _reference_logprobs(tokens: SampledRows, output: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, Figures]:

@@ -9,7 +9,8 @@ import worlds
 from launch import Job, launch
 
 import miles.trainer.nonfinite as module
-from miles.core import MilesError
+from miles.cluster.decide import Limits, RankReport, StepEnded, Stop, begin, decide, step_cause
+from miles.core import ConfigError, Role
 from miles.trainer.nonfinite import KEEP, NonFinite, read_sequences
 
 ROUTES = (2, 2, 8)
@@ -76,8 +77,18 @@ def test_a_file_has_a_size_and_a_rank_a_number_of_them(step, tmp_path, monkeypat
 def test_the_third_in_a_row_says_where_to_look(step, tmp_path):
     for number in range(2):
         step.run(batch(), number=number)
-    with pytest.raises(MilesError, match=f"step 3: .* 3 times in a row(?s:.*)what was fed: {tmp_path / 'nonfinite'}"):
+    with pytest.raises(ConfigError, match=f"step 3: .* 3 times in a row(?s:.*)what was fed: {tmp_path / 'nonfinite'}"):
         step.run(batch(), number=2)
+
+
+def test_the_third_in_a_row_ends_the_run_and_no_restart_repeats_it(step):
+    step.skipped_in_a_row = 2
+    with pytest.raises(ConfigError) as ended:
+        step.run(batch(), number=2)
+    first, other = RankReport(0, 100, "node0", ended.value.exit_code, 1.0), RankReport(1, 101, "node0", 143, 0.5)  # killed for it
+    cause = step_cause(Role.TRAINER, [first, other], 2, 143)
+    state, actions = decide(begin()[0], StepEnded(cause), 0.0, Limits(max_restarts=5, requeues_left=1, checkpoint_s=90.0))
+    assert actions == [Stop(Role.ROLLOUT)] and (state.outcome.kind, state.outcome.exit_code) == ("failed", 2)
 
 
 def test_a_critic_that_is_not_finite_is_the_cause_of_a_policy_that_is_not(world, models, tmp_path):

@@ -8,7 +8,7 @@ import torch
 import worlds
 
 from miles.config.schema import OptimizerConfig
-from miles.core import MilesError, StructureError
+from miles.core import ConfigError, StructureError
 from miles.trainer.batching import Sequence
 from miles.trainer.step import learning_rate
 
@@ -125,5 +125,5 @@ def test_a_non_finite_step_changes_nothing_and_the_third_in_a_row_stops(world, m
     assert not step.run(batch, number=1).skipped  # a good one resets the count
     step.run(bad, number=2)
     step.run(bad, number=3)
-    with pytest.raises(MilesError, match="not finite 3 times in a row"):
+    with pytest.raises(ConfigError, match="not finite 3 times in a row"):
         step.run(bad, number=4)
