@@ -48,6 +48,9 @@ LEGAL = {
 }
 """(trainer, rollout)."""
 
+TRAINED = ("fp32", "bf16")
+"""Formats in which the trainer has a forward and a backward; the pairs of the others are contracts that it cannot keep yet."""
+
 
 def refusal(trainer: str, rollout: str) -> str | None:
     """Why this pair is refused; None for a legal one."""

@@ -6,7 +6,7 @@ import re
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from miles.config.precision import FORMATS, LEGAL, refusal
+from miles.config.precision import FORMATS, LEGAL, TRAINED, refusal
 
 if TYPE_CHECKING:
     from miles.config.schema import HarnessConfig, MilesConfig
@@ -39,8 +39,11 @@ def problems(c: MilesConfig) -> list[str]:
 
     m = c.model
     if why := refusal(m.trainer_precision, m.rollout_precision):
-        refuse(f"precision: trainer {m.trainer_precision} with rollout {m.rollout_precision}: {why}", "one of " + ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL)),
+        refuse(f"precision: trainer {m.trainer_precision} with rollout {m.rollout_precision}: {why}", "one of " + ", ".join(f"{t}->{r}" for t, r in sorted(LEGAL) if t in TRAINED),
                "change model.trainer_precision or model.rollout_precision")
+    if m.trainer_precision not in TRAINED:
+        refuse(f"model.trainer_precision = {m.trainer_precision!r}: the trainer has no forward and backward in {m.trainer_precision} yet", " or ".join(TRAINED),
+               "set model.trainer_precision")
     if (m.rollout_path is not None) != (FORMATS[m.rollout_precision].block is not None):
         refuse(f"model.rollout_precision = {m.rollout_precision!r} {'without' if m.rollout_path is None else 'with'} model.rollout_path",
                "a folder in the rollout's format for a quantized rollout, and none for any other", "make it with tools/quantize_model, or remove it")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from miles.config import load_config
-from miles.config.precision import FORMATS, HIGH_PRECISION, LEGAL, folder_problems, high_precision, is_quantized, refusal, unmatched
+from miles.config.precision import FORMATS, HIGH_PRECISION, LEGAL, TRAINED, folder_problems, high_precision, is_quantized, refusal, unmatched
 from miles.config.shape import FAMILIES, KNOWN_MODELS
 from miles.core import ConfigError
 
@@ -34,6 +34,19 @@ def test_the_reason_stands_in_the_refusal_of_the_configuration():
         load("model.trainer_precision=fp8", "model.rollout_precision=mxfp8", "model.rollout_path=/m")
     with pytest.raises(ConfigError, match="fp32 is the reference"):
         load("model.trainer_precision=fp32", "model.rollout_precision=bf16")
+
+
+@pytest.mark.parametrize("precision", ["fp8", "mxfp8", "nvfp4"])
+def test_a_legal_pair_whose_trainer_computes_in_a_format_that_it_does_not_have_is_refused_before_a_node_is_allocated(precision):
+    with pytest.raises(ConfigError, match=f"model.trainer_precision = '{precision}': the trainer has no forward and backward in {precision} yet; expected fp32 or bf16"):
+        load(f"model.trainer_precision={precision}", f"model.rollout_precision={precision}", "model.rollout_path=/m")
+
+
+def test_what_can_be_trained_is_what_the_trainer_builds():
+    from miles.trainer.model import DTYPES
+
+    assert list(TRAINED) == list(DTYPES)
+    assert sorted(r for t, r in LEGAL if t in TRAINED) == ["bf16", "fp32", "fp8", "int4", "mxfp8"]
 
 
 def test_a_quantized_rollout_has_a_folder_of_its_own_and_no_other_has():
