@@ -171,7 +171,7 @@ class TrainerConfig(Section):
     layout: LayoutConfig = Field(default_factory=LayoutConfig, description="Parallel layout.")
     groups_per_step: int = Field(ge=1, description="Groups one optimizer step consumes.")
     max_tokens_per_microbatch: int = Field(8192, ge=16, description="Bound on the tokens of one packed micro-batch per data-parallel rank.")
-    routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward.")
+    routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward. With `false` the trainer's routers choose; either way the run log says how often they differ from the engine's (`routing_differs`).")
     recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
     optimizer: OptimizerConfig = Field(description="Optimizer.")
     mtp: MtpConfig | None = Field(None, description="The draft layer's training.")

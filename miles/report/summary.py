@@ -44,6 +44,7 @@ STEP_SERIES = (
     "ess",
     "clip_fraction",
     "importance_cut_fraction",
+    "routing_differs",
     "loss",
     "grad_norm",
     "lr",
@@ -87,6 +88,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "waits": waits(data, steps),
         "truth": {name: spread(steps.get(name)) for name in ("kl_mean", "ess", "clip_fraction", "importance_cut_fraction", "grad_norm", "loss")},
         "truth_by_staleness": truth_by_staleness(truth_rows(data)),
+        "routing": routing(steps),
         "policy": policy(steps),
         "drafts": drafts(steps, ok),
         "tasks": tasks(ok),
@@ -127,6 +129,12 @@ def reward(steps: Table) -> dict[str, Any]:
 def policy(steps: Table) -> dict[str, Any]:
     """entropy (nats a sampled token) and, with a reference policy, the divergence from it: first and last step, and the spread over steps."""
     return {name: course(steps, name) for name in ("entropy_mean", "reference_kl_mean")}
+
+
+def routing(steps: Table) -> dict[str, Any]:
+    """Mixture of experts, the trainer's own routers against the experts that the engines recorded: `differs`, the share of (token, layer) with another set;
+    `experts_differ`, the share of the recorded experts that are left out. First and last step, and the spread over steps."""
+    return {name: course(steps, f"routing_{name}") for name in ("differs", "experts_differ")}
 
 
 def logprob_difference(steps: Table) -> dict[str, Any]:

@@ -110,6 +110,12 @@ def _truth(s: dict[str, Any]) -> list[str]:
         f"means per step: KL {number(mean['kl_mean'], '.2e')}, ESS {number(mean['ess'])}, clipped {number(mean['clip_fraction'], '.2%')}, "
         f"importance weights cut {number(mean['importance_cut_fraction'], '.2%')}"
     )
+    differs, experts = s["routing"]["differs"], s["routing"]["experts_differ"]
+    if differs["count"]:
+        out.append(
+            f"routers of the trainer choose other experts than the engines did at {number(differs['mean'], '.2%')} of (token, layer), first step "
+            f"{number(differs['first'], '.2%')}, last {number(differs['last'], '.2%')}; {number(experts['mean'], '.2%')} of the experts"
+        )
     rows = s["truth_by_staleness"]
     if rows:
         out.append(f"{'by staleness of the token':<26}{'tokens':>14}{'|diff| mean':>13}{'p99':>10}{'max':>10}{'KL':>10}{'ESS':>8}{'clipped':>9}")

@@ -22,7 +22,7 @@ class Sequence:
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
     logprobs: np.ndarray  # float32 [T], of the rollout, at the rollout's temperature; 0 where given
     versions: np.ndarray  # int32 [T], weight version that sampled each token
-    routes: np.ndarray | None  # uint8|uint16 [rows, L, K], any order along K: the rows that this context-parallel rank holds (`held_rows`), the MoE layers of this pipeline stage; None for dense models
+    routes: np.ndarray | None  # uint8|uint16 [rows, L, K], any order along K: the rows that this context-parallel rank holds (`held_rows`), the MoE layers of this pipeline stage; None where there are none, or nothing was recorded
     advantage: float
     exact: bool  # every token and its KV prefix come from the very version being trained
     rollout: int  # which rollout of the step it is a leaf of, 0 .. sequences of the step - 1
@@ -119,6 +119,7 @@ class PackedMicrobatch:
     exact: np.ndarray  # bool [N]
     sequence: np.ndarray  # int64 [N], which of the S sequences
     routes: np.ndarray | None  # int64 [N / cp, L, K], of the rows that this context-parallel rank holds, in its order
+    recorded: np.ndarray  # bool [N / cp], which of these rows of `routes` were recorded
 
     @property
     def draft_targets(self) -> np.ndarray:
@@ -136,12 +137,13 @@ class PackedMicrobatch:
 
 
 def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, cp: int = 1, cp_rank: int = 0, total_align: int = 1,
-         routes_shape: tuple[int, int] | None = None) -> PackedMicrobatch:
+         routes_shape: tuple[int, int] | None = None, routes_needed: bool = True) -> PackedMicrobatch:
     """Pack sequences; `token_weights[i]` is the loss weight of each sampled token of sequence i.
 
     Every sequence is padded for `cp` context-parallel ranks (`padded_rows`) and the whole to a multiple of `total_align` (sequence parallelism; a multiple of
     2 * cp where cp > 1) by a last sequence of padding. An empty list gives padding alone, so that a rank without work still takes part in its group's
-    communication. `routes_shape` = (MoE layers of this pipeline stage, K); padding rows are routed to experts 0..K-1.
+    communication. `routes_shape` = (MoE layers of this pipeline stage, K); padding rows are routed to experts 0..K-1, and so are, unless `routes_needed`, those of a
+    sequence without routes.
 
     Raises StructureError: routes are missing or of another shape.
     """
@@ -155,6 +157,7 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, cp: int = 1, cp
         targets=np.zeros(n, np.int64), mask=np.zeros(n, bool), logprobs=np.zeros(n, np.float32), versions=np.full(n, NO_VERSION, np.int64), advantages=np.zeros(n, np.float32),
         weights=np.zeros(n, np.float32), exact=np.zeros(n, bool), sequence=np.repeat(np.arange(len(bounds) - 1), np.diff(bounds)),
         routes=None if routes_shape is None else np.broadcast_to(np.arange(routes_shape[1]), (n // cp, *routes_shape)).copy(),
+        recorded=np.zeros(n // cp, bool),
     )
     for s, start, weight in zip(sequences, bounds, token_weights, strict=False):
         rows = slice(start, start + s.fed)
@@ -163,15 +166,16 @@ def pack(sequences: Seq[Sequence], token_weights: Seq[float], *, cp: int = 1, cp
         out.mask[rows], out.logprobs[rows], out.versions[rows] = sampled, s.logprobs[1:], s.versions[1:]
         out.advantages[rows], out.exact[rows] = s.advantage, s.exact
         out.weights[rows] = np.where(sampled, weight, 0.0)
-        if routes_shape is not None:
+        if routes_shape is not None and (routes_needed or s.routes is not None):
             held = [stop - first for first, stop in held_rows(s.fed, cp, cp_rank)]
             if s.routes is None or s.routes.shape != (sum(held), *routes_shape):
                 raise StructureError(f"routes of shape {None if s.routes is None else s.routes.shape} for a sequence of {len(s.tokens)} tokens",
                                      f"[{sum(held)}, {routes_shape[0]}, {routes_shape[1]}], the rows of this context-parallel rank over the MoE layers of this stage",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-            chunks = np.split(out.routes[start // cp : (start + padded_rows(s.fed, cp)) // cp], len(held))  # of equal size; padding ends one
-            for chunk, found in zip(chunks, np.split(s.routes, np.cumsum(held)[:-1]), strict=True):
-                chunk[: len(found)] = found
+            here = slice(start // cp, (start + padded_rows(s.fed, cp)) // cp)
+            chunks = zip(*(np.split(a[here], len(held)) for a in (out.routes, out.recorded)), strict=True)  # of equal size; padding ends one
+            for (chunk, recorded), found in zip(chunks, np.split(s.routes, np.cumsum(held)[:-1]), strict=True):
+                chunk[: len(found)], recorded[: len(found)] = found, True
     return out
 
 

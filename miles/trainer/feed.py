@@ -37,6 +37,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     reward: float
     oldest_version: int
     exact: bool
+    routed: bool  # with routes of this model
     advantage: float = 0.0  # known when the step is complete
 
 
@@ -163,13 +164,15 @@ class Feed:
         return []
 
     def _items(self, group: int, summaries: list[dict]) -> list[Item]:
-        expected = self._train_step.routes_shape
-        for s in summaries:
+        expected, out = self._train_step.routes_shape, []
+        for n, s in enumerate(summaries):
             found = s["routes_shape"]
-            if expected and (found is None or tuple(found) != expected):
+            routed = expected is not None and found is not None and tuple(found) == expected
+            if self._train_step.routing_replay and not routed:
                 raise StructureError(f"group {group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-        return [Item(group, n, s["sample"], s["length"], s["reward"], s["oldest_version"], s["exact"]) for n, s in enumerate(summaries)]
+            out.append(Item(group, n, s["sample"], s["length"], s["reward"], s["oldest_version"], s["exact"], routed))
+        return out
 
     def _with_advantages(self, items: list[Item]) -> list[Item]:
         found = step_advantages([i.reward for i in items], [i.group for i in items], [i.sample for i in items], self._advantage)
@@ -187,9 +190,9 @@ class Feed:
         return sequences, {g for g, bad in zip(groups, flags.tolist(), strict=True) if bad}
 
     def _sequences(self, plan: Plan, items: list[Item]) -> tuple[list[Sequence], set[int]]:
-        """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers at the rows of this context-parallel rank; and the
-        groups of the others."""
-        layers, number = self._train_step.layers, {key: n for n, key in enumerate(plan.rollouts)}
+        """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers at the rows of this context-parallel rank, where
+        all of the step have some; and the groups of the others."""
+        layers, number = self._train_step.layers if all(i.routed for i in plan.items) else [], {key: n for n, key in enumerate(plan.rollouts)}
         sequences, bad = [], set()
         with GroupReader(self._run.buffer_dir) as reader:
             reads = reader.slices(((i.group, i.index) for i in items), layers, self._train_step.held_rows)

@@ -72,7 +72,7 @@ class PackedForward:
         """`max_tokens`: of a micro-batch on one context-parallel rank. `shared_head`: every tensor-parallel rank has the whole output layer, and so the
         whole gradient of its input, instead of a part of either."""
         self.model, self._max_tokens, self._shared_head = model, max_tokens, shared_head
-        self.replay = RoutingReplay(model.chunks, model.arch.moe_layers)
+        self.replay = RoutingReplay(model.chunks, model.arch.moe_layers, replay=model.routing_replay)
         self.device = miles.platform.current().device
         self.data_rank = parallel_state.get_data_parallel_rank()
         self.data_ranks = parallel_state.get_data_parallel_world_size()
@@ -112,7 +112,8 @@ class PackedForward:
         for bin_ in plan.bins[self.data_rank]:
             part = slice(start, start + len(bin_))
             start = part.stop
-            packed = pack(mine[part], weights[part], cp=self._cp, cp_rank=self._cp_rank, total_align=self._total_align, routes_shape=routes_shape)
+            packed = pack(mine[part], weights[part], cp=self._cp, cp_rank=self._cp_rank, total_align=self._total_align, routes_shape=routes_shape,
+                          routes_needed=self.model.routing_replay)
             if packed.routes is not None:
                 check_routes(packed.routes, self.model.arch.experts)
             yield packed
@@ -122,7 +123,7 @@ class PackedForward:
         """Forward, and backward into the gradient buffers, over `count` micro-batches, each with what is `known` of its tokens. Returns what `loss` found
         of each on the last pipeline stage, and nothing on the others. `mtp`: that of the draft layer, which is added, with its figures; a pass that is forward
         only has none. A collective call."""
-        self.replay.clear()
+        self.replay.start()
         with torch.set_grad_enabled(not forward_only):
             outputs = get_forward_backward_func()(
                 forward_step_func=partial(self._forward, head, loss, mtp), data_iterator=iter(microbatches), model=self.model.chunks, num_microbatches=count,
@@ -138,6 +139,14 @@ class PackedForward:
             dist.broadcast(values, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=parallel_state.get_pipeline_model_parallel_group())
         return values
 
+    def routing_differences(self) -> tuple[float, float]:
+        """Collective, over all ranks: of the (token, MoE layer) of the last `run` whose experts were recorded, the share at which the router itself chose, or would
+        have chosen, another set; and of the recorded experts the share that it left out. Not a number where none were recorded."""
+        counts = self.replay.counts.clone()
+        dist.all_reduce(counts)  # each row of a layer is on one rank
+        rows, differing, missing = counts.tolist()
+        return (differing / rows, missing / (rows * self.model.arch.top_k)) if rows else (math.nan, math.nan)
+
     def _forward(self, head: Head, loss: LossFunction, mtp: MtpLoss | None, microbatches: Iterator[tuple[PackedMicrobatch, Figures]], chunk: torch.nn.Module):
         packed, known = next(microbatches)
         rows = self._rows_of_this_rank(packed.bounds)
@@ -147,10 +156,10 @@ class PackedForward:
             return torch.from_numpy(array).to(self.device)
 
         if self.replay.active:
-            routes = packed.routes
+            routes, recorded = packed.routes, packed.recorded
             if self.model.config.sequence_parallel:
-                routes = np.split(routes, self.model.layout.tp)[parallel_state.get_tensor_model_parallel_rank()]
-            self.replay.load(tensor(routes))
+                routes, recorded = (np.split(a, self.model.layout.tp)[parallel_state.get_tensor_model_parallel_rank()] for a in (routes, recorded))
+            self.replay.load(tensor(routes), tensor(recorded))
         bounds = tensor(packed.bounds)
         packed_params = PackedSeqParams(
             qkv_format="thd", cu_seqlens_q=bounds, cu_seqlens_kv=bounds, cu_seqlens_q_padded=bounds, cu_seqlens_kv_padded=bounds,

@@ -37,10 +37,7 @@ class PolicyModel:
     config: TransformerConfig
     arch: Architecture
     layout: Layout
-
-    @property
-    def routing_replay(self) -> bool:
-        return bool(self.config.moe_enable_routing_replay)
+    routing_replay: bool  # experts are those that were recorded; otherwise its routers choose, and are compared with these
 
 
 def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", recompute: str = "none", routing_replay: bool = True,
@@ -50,11 +47,12 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     `precision`: fp32 | bf16 (parameters and activations; gradients are always reduced in fp32). `stages`: first_stage_layers and
     last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next). `value_head`: one number a token
     in place of the vocabulary, from weights of 0 that no folder has. `mtp`: with the draft layer, which is to be trained (miles.trainer.mtp).
+    A model with a value head knows no recorded experts.
 
     Raises ConfigError: an unsupported architecture or precision, or a layout that does not fit it.
     """
     arch = read_architecture(folder, draft=mtp)
-    config = transformer_config(arch, layout, precision, recompute, routing_replay, stages)
+    config = transformer_config(arch, layout, precision, recompute, not value_head, stages)
     layers = layer_spec(config)
     model = DraftingModel(
         config=config, transformer_layer_spec=layers, mtp_block_spec=draft_spec(config, layers), vocab_size=padded_vocab(arch.vocab, layout.tp),
@@ -80,7 +78,7 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     ddp = DistributedDataParallel(config, ddp_config, model)
     config.finalize_model_grads_func = _sum_gradients
     config.no_sync_func = ddp.no_sync
-    return PolicyModel([ddp], config, arch, layout)
+    return PolicyModel([ddp], config, arch, layout, routing_replay and config.moe_enable_routing_replay)
 
 
 def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None, mtp_lr: float | None = None):
@@ -105,9 +103,9 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path
     return optimizer
 
 
-def transformer_config(arch: Architecture, layout: Layout, precision: str, recompute: str, routing_replay: bool,
+def transformer_config(arch: Architecture, layout: Layout, precision: str, recompute: str, recorded_routes: bool,
                        stages: LayoutConfig | None = None) -> TransformerConfig:
-    """megatron-core's configuration of a model. Raises ConfigError where the layout does not fit the architecture."""
+    """megatron-core's configuration of a model. `recorded_routes`: its routers may be given recorded experts. Raises ConfigError where the layout does not fit the architecture."""
     _check(arch, layout, precision)
     on_gpu = miles.platform.current().name == "cuda"
     dtype = DTYPES[precision]
@@ -123,7 +121,7 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
             "moe_router_enable_expert_bias": arch.scoring == "sigmoid", "moe_router_bias_update_rate": 0.0,  # the bias stays as it was loaded
             "moe_shared_expert_intermediate_size": arch.shared_ffn or None,
             "moe_router_dtype": "fp32", "moe_router_load_balancing_type": "none",
-            "moe_grouped_gemm": on_gpu, "moe_enable_routing_replay": routing_replay,
+            "moe_grouped_gemm": on_gpu, "moe_enable_routing_replay": recorded_routes,
         }
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1} if recompute == "full" else {}
     uneven = {}

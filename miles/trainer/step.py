@@ -58,6 +58,8 @@ class StepMetrics:
     mtp_loss: float  # cross entropy of the draft layer, nats a token; this and the next two: not a number where none is trained
     mtp_agreement: float  # share of sampled tokens that were the draft layer's most likely ones
     mtp_grad_norm: float  # of the draft layer alone, which `grad_norm` leaves out; not a number either with trainer.optimizer.clip_grad = 0
+    routing_differs: float  # share of (token, MoE layer) at which the trainer's router itself chooses another set of experts than the engine did
+    routing_experts_differ: float  # share of the engine's experts that it leaves out; both are not a number for dense models and where no routes were recorded
     microbatches: int
     skipped: bool  # loss or gradient was not finite: parameters and optimizer state are unchanged
     by_staleness: tuple[tuple[int, Apart], ...]  # (staleness, figures over its tokens), of those that there are; the last, 3, is 3 or more
@@ -79,7 +81,7 @@ class TrainStep:
         self.trainer, self.algorithm, self.temperature = trainer, algorithm, temperature
         self.constant_tokens, self.policy_loss = constant_tokens, PolicyLoss(algorithm)
         self.forward = PackedForward(model, trainer.max_tokens_per_microbatch)
-        self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.routing_replay else None  # (L, K) to be recorded
+        self.routes_shape = (len(model.arch.moe_layers), model.arch.top_k) if model.arch.experts else None  # (L, K) to be recorded
         self.device = self.forward.device
         self.nonfinite, self.skipped_in_a_row = nonfinite, 0
         self._version = NO_VERSION  # being trained
@@ -89,12 +91,16 @@ class TrainStep:
         return self.forward.data_rank
 
     @property
+    def routing_replay(self) -> bool:
+        return self.model.routing_replay
+
+    @property
     def layers(self) -> list[int]:
-        """Of the recorded routes, the MoE layers that this pipeline stage replays; none where it replays no routes."""
+        """Of the recorded routes, the MoE layers of this pipeline stage."""
         return self.forward.replay.layers
 
     def held_rows(self, fed: int) -> tuple[tuple[int, int], ...]:
-        """Of the recorded routes of a sequence of `fed` tokens, the rows that this context-parallel rank replays."""
+        """Of the recorded routes of a sequence of `fed` tokens, the rows that this context-parallel rank holds."""
         return self.forward.held_rows(fed)
 
     def plan(self, lengths: list[int]) -> BatchPlan:
@@ -108,7 +114,7 @@ class TrainStep:
 
     def run_planned(self, plan: BatchPlan, mine: list[Sequence], *, number: int, version: int = NO_VERSION) -> StepMetrics:
         """One step over this data-parallel rank's sequences, in the order of `plan.of_rank(data_rank)`. `number` counts from 0 (learning rate).
-        Their routes are those that this rank replays: `layers` and `held_rows` of the recorded ones. `version`: of the weights that are trained; without it
+        Their routes are those of this rank: `layers` and `held_rows` of the recorded ones. `version`: of the weights that are trained; without it
         staleness is not known.
 
         Raises StructureError: routes do not fit the model, or a rollout's number the step. ConfigError: loss or gradients were not finite
@@ -124,6 +130,7 @@ class TrainStep:
         self.optimizer.zero_grad()
         mtp = MtpLoss(self.model.arch.vocab, self.temperature, drafted) if self.model.arch.draft_layers else None
         outputs = self._pass(plan, mine, weights, known, self._loss, mtp=mtp)
+        routing_differs, routing_experts_differ = self.forward.routing_differences()
         sums, truth = self._reduce(outputs)
         mtp_loss, mtp_agreement = self._reduce_mtp(outputs) if mtp else (math.nan, math.nan)
         loss = sums["loss"]
@@ -147,7 +154,7 @@ class TrainStep:
             critic_explained_variance=judgement.explained_variance if judgement else math.nan,
             mtp_loss=mtp_loss, mtp_agreement=mtp_agreement,
             mtp_grad_norm=self.optimizer.grad_norms_by_group.get(MTP_GRAD_NORM_GROUP, math.nan) if mtp and lr and not skipped else math.nan,
-            microbatches=plan.microbatches, skipped=skipped,
+            routing_differs=routing_differs, routing_experts_differ=routing_experts_differ, microbatches=plan.microbatches, skipped=skipped,
             by_staleness=() if version == NO_VERSION else tuple(
                 (k, found) for k, row in enumerate(zip(*truth, strict=False)) if (found := apart(row[0], row[1], float(row[2]))).tokens),
         )

@@ -47,6 +47,8 @@ def step_row(step, epoch, **changes):
         "clip_fraction": 0.01,
         "importance_cut_fraction": 0.0,
         "advantage_abs_mean": 0.8,
+        "routing_differs": step / 100,
+        "routing_experts_differ": step / 400,
         "unaccounted_tokens": 0,
         **changes,
     }

@@ -151,6 +151,13 @@ def test_entropy_and_divergence_from_the_reference_from_the_first_step_to_the_la
     assert f"entropy 1.75 -> {2 - steps / 4:.3g} nats a token; KL to the reference 1.00e-02 -> {steps / 100:.2e}, max {steps / 100:.2e}" in render_text(s)
 
 
+def test_how_far_the_trainers_routing_is_from_the_engines(run):
+    s = report(run.path)
+    assert (s["routing"]["differs"]["first"], s["routing"]["differs"]["last"], s["routing"]["differs"]["count"]) == (0.01, 0.04, 4)
+    assert s["routing"]["experts_differ"]["mean"] == pytest.approx(0.025 / 4) and s["series"]["steps"]["routing_differs"] == [0.01, 0.02, 0.03, 0.04]
+    assert "choose other experts than the engines did at 2.50% of (token, layer), first step 1.00%, last 4.00%; 0.62% of the experts" in render_text(s)
+
+
 def test_leaves_and_the_causes_of_branches_and_refusals(run):
     s = report(run.path)
     assert s["trajectories"]["mismatches"] == {"branched": {"content": 5, "rewind": 1}, "refused": {"history:tools": 1}}

@@ -63,7 +63,7 @@ def test_row_t_holds_token_t_its_successor_and_its_routes():
     assert packed.logprobs.tolist() == [-0.5, 0, -2]
     assert packed.weights.tolist() == [0.25, 0, 0.25]
     assert packed.advantages.tolist() == [3, 3, 3]
-    assert packed.routes.tolist() == routes.tolist()
+    assert packed.routes.tolist() == routes.tolist() and packed.recorded.all()
     assert packed.bounds.tolist() == [0, 3]
 
 
@@ -91,6 +91,7 @@ def test_routes_of_a_context_parallel_rank_lie_where_its_rows_do():
     packed = pack(batch, [0.1, 0.1], cp=2, cp_rank=1, total_align=4, routes_shape=(1, 2))
     assert packed.bounds.tolist() == [0, 8, 12]
     assert packed.routes[:, 0].tolist() == [[14, 15], [16, 17], [18, 19], [0, 1], [12, 13], [0, 1]]
+    assert packed.recorded.tolist() == [True, True, True, False, True, False]
     with pytest.raises(StructureError, match=r"\(5, 1, 2\).*6 tokens(?s:.)*\[3, 1, 2\], the rows of this context-parallel rank"):
         pack([sequence(range(6), [0, 1, 1, 1, 1, 1], routes=routes)], [0.1], cp=2, cp_rank=1, total_align=4, routes_shape=(1, 2))
 
@@ -100,6 +101,11 @@ def test_a_rank_without_sequences_packs_one_masked_row_with_valid_routes():
     assert packed.input_ids.tolist() == [0]
     assert not packed.mask.any()
     assert packed.routes.tolist() == [[[0, 1]] * 3]
+
+
+def test_a_sequence_without_routes_has_no_recorded_rows_where_none_are_needed():
+    packed = pack([sequence([1, 2], [0, 1]), sequence([1, 2], [0, 1], routes=np.uint8([[[3, 4]]]))], [1.0, 1.0], routes_shape=(1, 2), routes_needed=False)
+    assert (packed.routes.tolist(), packed.recorded.tolist()) == ([[[0, 1]], [[3, 4]]], [False, True])
 
 
 def test_missing_routes_are_refused():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_struct
 from test_loop import trajectory
 
 from miles.buffer import BufferWriter, TrainerQueue, read_summaries, write_part
@@ -21,9 +22,9 @@ def run(tmp_path):
     return RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "trainer.groups_per_step=2")))
 
 
-def feed(run, layers, shape=(6, 2), cp=1, cp_rank=0):
+def feed(run, layers, shape=(6, 2), cp=1, cp_rank=0, replay=True):
     """The feed of a rank of a pipeline stage with these MoE layers of a model that records `shape` = (MoE layers, K)."""
-    step = SimpleNamespace(layers=layers, routes_shape=shape, held_rows=lambda fed: held_rows(fed, cp, cp_rank))
+    step = SimpleNamespace(layers=layers, routes_shape=shape, routing_replay=replay and shape is not None, held_rows=lambda fed: held_rows(fed, cp, cp_rank))
     return Feed(run, None, step, None, None, None, None, None, None, None)
 
 
@@ -48,7 +49,7 @@ def test_a_rank_gets_the_routes_of_the_layers_of_its_stage_at_its_rows(run):
         held = [row for part in held_rows(s.fed, 2, rank) for row in range(*part)]
         assert len(held) < s.fed and np.array_equal(s.routes, np.sort(routes, -1)[held][:, [2, 3]]) and not bad
     (s,), _ = feed(run, [])._sequences(Plan(1, 1, items), items)
-    assert s.routes is None  # a stage of dense layers, or no replay
+    assert s.routes is None  # a stage of dense layers
 
 
 def test_a_damaged_sample_leaves_the_others_and_names_its_group(run):
@@ -74,6 +75,19 @@ def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
     with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
         feed(run, [0])._items(0, read_summaries(run.buffer_dir, 0))
+    free = feed(run, [0], replay=False)
+    items = free._items(0, read_summaries(run.buffer_dir, 0))
+    (s,), bad = free._sequences(Plan(1, 1, items), items)
+    assert not items[0].routed and s.routes is None and not bad  # there they are only compared
+
+
+def test_without_replay_routes_are_read_where_all_of_a_step_have_some(run):
+    put(run, np.zeros((60, 6, 2), np.uint8))
+    free = feed(run, [0, 1], replay=False)
+    items = free._items(0, read_summaries(run.buffer_dir, 0))
+    for others, layers in (([], 2), ([replace_struct(items[0], routed=False)], None)):
+        (s,), _ = free._sequences(Plan(1, 1, [*items, *others]), items)
+        assert (s.routes.shape[1] if layers else s.routes) == layers
 
 
 def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_it_is_waited_for(run):
@@ -100,7 +114,7 @@ def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_
             return data
 
     link = SimpleNamespace(tick=lambda: None, wake=lambda: None, woken=lambda: True)
-    step = SimpleNamespace(routes_shape=None, layers=[], data_rank=0, plan=lambda lengths: BatchPlan(((tuple(range(len(lengths))),),)))
+    step = SimpleNamespace(routes_shape=None, routing_replay=False, layers=[], data_rank=0, plan=lambda lengths: BatchPlan(((tuple(range(len(lengths))),),)))
     f = Feed(run, Alone(), step, TrainerQueue(run, run.new_epoch("trainer"), restored_step=0, frontier=None), link, lambda: "", lambda: False, lambda: 1,
              lambda: next(late, False), republish)
     f._read = lambda plan, bins: ([], set())

@@ -125,6 +125,8 @@ def assert_equal_steps(steps, wanted):
         for key in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess", "entropy_mean"):
             assert got[key] == pytest.approx(want[key], rel=2e-5, abs=1e-6), key  # abs: with normalised advantages the loss is a sum around 0
         assert got["reference_kl_mean"] == pytest.approx(want["reference_kl_mean"], rel=2e-4, abs=1e-9, nan_ok=True)
+        for key in ("routing_differs", "routing_experts_differ"):
+            assert got[key] == pytest.approx(want[key], rel=1e-9, nan_ok=True), key
         for key in ("critic_loss", "critic_grad_norm", "critic_explained_variance"):
             assert got[key] == pytest.approx(want[key], rel=2e-4, abs=1e-6, nan_ok=True), key
         for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
