@@ -57,6 +57,7 @@ class TasksConfig(Section):
 
     kind: Literal["terminal", "harness"] = Field("terminal", description="What plays the shell tasks: `terminal` = the built-in loop, `harness` = the program of [tasks.harness]. The task's tests give the reward.")
     path: str = Field(description="Folder of task folders (task.toml, instruction.md, environment/, tests/).")
+    reward: str = Field("tests", pattern=r"^(tests|\w+(\.\w+)+)$", description="Reward of a sample: `tests` = what its task's tests gave; or `package.module.function(task, conversations, episode) -> float`, which is called after them (docs/algorithms.md).")
     system_prompt: str = Field("", description="First message of every session; empty: the environment's own. Not with a harness, which has its own.")
     sandbox: Literal["confined", "unconfined-i-know"] = Field("confined", description="`confined`: commands of the model run under the launcher that the site profile names. `unconfined-i-know` runs them as you, with all your rights.")
     command_timeout_s: float = Field(10.0, gt=0, description="Seconds one command may run. A harness limits its commands itself, within `rollout.deadline_s`.")

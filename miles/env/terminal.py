@@ -70,7 +70,7 @@ class EpisodeLimits:
 class Episode:
     """How an episode ended."""
 
-    reward: float  # 0..1, from the tests
+    reward: float  # 0..1, from the tests (miles.env.reward makes the sample's of it)
     finish: Literal["done", "turns", "length", "deadline"]
     turns: int  # replies of the model
     env_s: float  # seconds spent in commands and tests

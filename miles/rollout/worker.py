@@ -27,7 +27,7 @@ from miles.core import Drafts, EnvironmentFault, Role, StructureError, Trajector
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.ports import first_port
 from miles.engine.process import EngineKilled
-from miles.env import EpisodeLimits, Harness, Task, run_episode, run_harness
+from miles.env import EpisodeLimits, Harness, Task, load_reward, run_episode, run_harness
 from miles.log import RunLog
 from miles.rollout.endpoint import Endpoint
 from miles.rollout.weights import EnginePoisoned, EngineWeights
@@ -86,6 +86,7 @@ class Worker:
         self._run, self._rank, self._epoch, self._tasks, self._log, self._report, self._receiver = run, rank, epoch, tasks, log, report, receiver
         self._limits = EpisodeLimits.from_config(c, load_site(c.cluster.site))
         self._harness = Harness.from_config(c, load_site(c.cluster.site)) if c.tasks.kind == "harness" else None
+        self._reward = load_reward(c.tasks.reward)
         self._host = engine_host(c)
         self._process = EngineProcess(c, rank=rank, log_path=run.attempt_dir(attempt) / f"engine-{rank}.e{epoch:04d}.log", token_file=run.token_file,
                                       host=self._host)
@@ -297,7 +298,10 @@ class Worker:
             episode = await run_harness(task, Endpoint(self._server, session, self._limits.max_turns), self._harness)
         else:
             episode = await run_episode(task, session.chat, self._limits)
-        return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=episode.reward, finish_reason=episode.finish,
+        reward, conversations = episode.reward, session.history.conversations
+        if conversations:  # otherwise there is nothing to train
+            reward = await asyncio.to_thread(self._reward, task, conversations, episode)  # a user's may take its time
+        return session.trajectories(group_id=group, sample=sample, task_id=task.name, reward=reward, finish_reason=episode.finish,
                                     meta={"rank": self._rank, "env_s": episode.env_s})
 
     def _keep_dropped(self, session: Session, task: Task, error: StructureError) -> None:

@@ -106,6 +106,11 @@ class History:
                 kept.append(i)
         return tuple(kept)
 
+    @property
+    def conversations(self) -> list[list[Message]]:
+        """The messages of each kept conversation, in the order of `leaves`."""
+        return [[m for i in self.path(leaf) for m in self.nodes[i].messages] for leaf in self.leaves()]
+
     def match(self, request: Sequence[Message], same: Replay = strict) -> Match:
         """What a request with these messages (the whole conversation) continues.
 

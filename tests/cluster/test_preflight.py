@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from miles.cluster.preflight import Unknown, model, precision, preflight, state_folder
+from miles.cluster.preflight import Unknown, functions, model, precision, preflight, state_folder
 from miles.config import SiteConfig, load_config
 from miles.core import ConfigError, EnvironmentFault
 from miles.weights.precision.folder import quantize_folder
@@ -92,3 +92,12 @@ def test_a_state_folder_is_judged_also_before_the_model_is_made(tmp_path):
     with pytest.raises(EnvironmentFault, match="is on tmpfs"):
         state_folder(config.model_copy(update={"trainer": config.trainer.model_copy(update={"optimizer": config.trainer.optimizer.model_copy(
             update={"state_dir": "/dev/shm"})})}), SiteConfig())
+
+
+def test_a_reward_of_the_users_is_loaded_before_a_node_is_allocated():
+    def config(name):
+        return load_config("configs/tiny_async.toml", (f"tasks.reward={name}",))
+
+    assert functions(config("math.fsum"), SiteConfig()) == "tasks.reward = math.fsum"
+    with pytest.raises(ConfigError, match="tasks.reward = 'math.absent'"):
+        functions(config("math.absent"), SiteConfig())

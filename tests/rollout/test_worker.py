@@ -3,6 +3,7 @@
 import asyncio
 import json
 import math
+import sys
 from types import SimpleNamespace
 
 import h5py
@@ -40,8 +41,8 @@ def play(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", **SHAPE_CONFIG}))
 
-    def played(history):
-        run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"model.path={tmp_path / 'model'}", f"rollout.history={history}")))
+    def played(history, *more):
+        run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", f"model.path={tmp_path / 'model'}", f"rollout.history={history}", *more)))
         epoch, attempt, reports = run.new_epoch("rollout"), run.new_attempt(), []
         log = RunLog(tmp_path / "rank.h5")
         worker = Worker(run, 0, epoch, attempt, {"t": SimpleNamespace(name="t")}, log, reports.append)
@@ -83,6 +84,26 @@ def test_with_a_linear_history_it_has_one_and_the_fork_is_a_retry(play):
     got = play("linear")
     assert [(t.leaf, t.turns, t.tokens[t.loss_mask == 1].tolist()) for t in got.sealed] == [(0, 2, [50, got.stop, 52, 53, got.stop])]
     assert got.sealed[0].meta["retried_turns"] == 1 and "mismatches" not in got.tables
+
+
+def test_a_users_reward_is_given_the_task_its_conversations_and_what_the_tests_gave(play, monkeypatch):
+    seen = []
+
+    def shape(task, conversations, episode):
+        seen.append((task.name, [[(m["role"], m["content"]) for m in c if m["role"] != "assistant"] for c in conversations], [len(c) for c in conversations]))
+        return episode.reward - 0.25 * episode.turns
+
+    monkeypatch.setitem(sys.modules, "my_rewards", SimpleNamespace(shape=shape))
+    got = play("branching", "tasks.reward=my_rewards.shape")
+    assert seen == [("t", [[("user", "q"), ("user", "left")], [("user", "q"), ("user", "right")]], [4, 4])]
+    assert [t.reward for t in got.sealed] == [-0.25, -0.25] and got.tables["trajectories"]["reward"].tolist() == [-0.25]
+
+
+def test_a_sample_whose_reward_fails_is_dropped_and_counted_by_its_cause(play, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_rewards", SimpleNamespace(broken=lambda task, conversations, episode: 1 / 0))
+    got = play("linear", "tasks.reward=my_rewards.broken")
+    assert got.reports[0]["cause"] == "dropped:reward" and [p.name for p in got.dropped] == ["g00000000s003.reward.json"]
+    assert got.tables["trajectories"]["status"].tolist() == [b"dropped:reward"]
 
 
 def test_a_sample_of_a_killed_rank_goes_on_from_its_last_answered_turn(tmp_path, monkeypatch):
