@@ -38,7 +38,7 @@ class StreamedAdam(torch.optim.Optimizer):
         layout = BucketLayout(tuple(p.numel() for p, _ in self._tensors), bucket, moments)
         self._pieces: list[list[Piece]] = list(layout.pieces())
         folder.mkdir(parents=True, exist_ok=True)
-        check_folder(folder, 3 * layout.file_bytes, network=network)  # the third while a snapshot is copied
+        check_folder(folder, 3 * layout.file_bytes, network=network)
         self.store = BucketStore.create(folder, layout, lambda i, fields: self._fill(i, fields, lambda p, start, n: [p.detach().view(-1)[start:start + n]]))
 
     @torch.no_grad()

@@ -49,8 +49,9 @@ def folder_of(base: Path, run: str) -> Path:
 
 
 def left_by(folder: Path) -> int:
-    """Bytes that lie in `folder`, which a rank that claims its place there gives back."""
-    return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
+    """Bytes that lie in `folder`, which a rank that claims its place there gives back. A file that a snapshot holds too is one."""
+    files = {(s.st_dev, s.st_ino): s.st_blocks * 512 for path in folder.rglob("*") if path.is_file() for s in (path.stat(),)}
+    return sum(files.values())
 
 
 def check_folder(folder: Path, need: float = 0, *, network: bool = False, mounts: str | None = None) -> str:

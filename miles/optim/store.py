@@ -5,14 +5,18 @@
 The file that the manifest names is never written to, so that a kill at any point leaves a whole generation. Manifest last: data synced, then renamed
 into place. Digests of all buckets are in it and are checked at every read.
 
-A snapshot is a hard link to the file of a generation: while it is there, a step that has to write that file begins a new one in its place.
+A snapshot is a hard link to the file of a generation: while it is there, a step that has to write that file leaves it to the snapshot and takes the spare one;
+the snapshot's becomes the spare when it is copied. All three files are reserved at the start, so that no step ever needs space that others may have taken.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
+import shutil
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -52,16 +56,18 @@ class BucketStore:
 
     def __init__(self, folder: Path, layout: BucketLayout, manifest: Manifest):
         self.folder, self.layout, self.manifest = folder, layout, manifest
+        self._spare = threading.Lock()  # a snapshot is given back by the thread that copies it
         self._buffers = [buffer_of(layout.block_bytes) for _ in range(BUFFERS)]
         self._fds = [open_file(folder / f"state.{i}") for i in range(2)]
 
     @classmethod
     def create(cls, folder: Path, layout: BucketLayout, fill: Callable[[int, Fields], None]) -> BucketStore:
-        """Generation 0: `fill(i, fields)` sets bucket i, zeros before. Replaces what is in `folder`. Raises EnvironmentFault: the disk is full."""
+        """Generation 0: `fill(i, fields)` sets bucket i, zeros before. Replaces what is in `folder`. Raises EnvironmentFault: the disk has no space for three
+        files."""
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").unlink(missing_ok=True)
-        for i in range(2):
-            _reserve(folder / f"state.{i}", layout.file_bytes)
+        for name in ("state.0", "state.1", "spare"):
+            _reserve(folder / name, layout.file_bytes)
         store = cls(folder, layout, Manifest(-1, layout.elements, layout.bucket, layout.moments, []))
         store.step(fill, fresh=True)
         return store
@@ -121,18 +127,27 @@ class BucketStore:
     def snapshot(self) -> Snapshot:
         """The present generation, as it stays whatever steps follow. One at a time. Raises EnvironmentFault: the file system has no hard links."""
         path, state = self.folder / "snapshot", self.folder / f"state.{self.manifest.generation % 2}"
-        path.unlink(missing_ok=True)
+        self._give_back(path)
         with explained(path):
             os.link(state, path)
-        return Snapshot(path, self.layout, self.manifest)
+        return Snapshot(path, self.layout, self.manifest, self._give_back)
 
     def _leave_to_snapshot(self, which: int) -> None:
         """A file that is about to be written and that a snapshot holds is left to it."""
-        if os.fstat(self._fds[which]).st_nlink > 1:
-            path = self.folder / f"state.{which}"
-            _reserve(path, self.layout.file_bytes)
-            os.close(self._fds[which])
-            self._fds[which] = open_file(path)
+        path = self.folder / f"state.{which}"
+        with self._spare, explained(path):
+            if os.fstat(self._fds[which]).st_nlink > 1:
+                os.replace(self.folder / "spare", path)
+                os.close(self._fds[which])
+                self._fds[which] = open_file(path)
+
+    def _give_back(self, snapshot: Path) -> None:
+        """A snapshot is not needed any more, if there is one: a file that was left to it is the spare one."""
+        with self._spare, explained(snapshot), contextlib.suppress(FileNotFoundError):
+            if snapshot.stat().st_nlink > 1:
+                snapshot.unlink()
+            else:
+                os.replace(snapshot, self.folder / "spare")
 
     def _fields(self, buffer: mmap.mmap) -> Fields:
         layout = self.layout
@@ -159,10 +174,10 @@ class BucketStore:
 
 
 class Snapshot:
-    """One generation of a store. It takes the space of a file until it is copied."""
+    """One generation of a store. It takes the spare file until it is copied."""
 
-    def __init__(self, path: Path, layout: BucketLayout, manifest: Manifest):
-        self._path, self._layout, self._manifest = path, layout, manifest
+    def __init__(self, path: Path, layout: BucketLayout, manifest: Manifest, give_back: Callable[[Path], None]):
+        self._path, self._layout, self._manifest, self._give_back = path, layout, manifest, give_back
 
     def copy(self, to: Path) -> None:
         """Write it to a new file, a block at a time, and give its space back. Raises EnvironmentFault: a block is damaged, or `to` takes no more."""
@@ -176,15 +191,22 @@ class Snapshot:
                         view = view[f.write(view):]
         finally:
             os.close(source)
-            self._path.unlink(missing_ok=True)
+            self._give_back(self._path)
 
 
 def _reserve(path: Path, size: int) -> None:
     """A new file of `size` bytes in place of what has this name."""
     path.unlink(missing_ok=True)
     with path.open("wb") as f, explained(path):
-        if size:
-            os.posix_fallocate(f.fileno(), 0, size)
+        try:
+            if size:
+                os.posix_fallocate(f.fileno(), 0, size)
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            raise EnvironmentFault(f"{path}: no space for {size / 1e9:.3g} GB, {shutil.disk_usage(path.parent).free / 1e9:.3g} GB are free",
+                                   f"three files of {size / 1e9:.3g} GB here, and those of every other trainer rank of the node and of the critic",
+                                   "free space, use fewer trainer ranks a node or more nodes, set trainer.optimizer.state_dir to a larger disk, or moments = 'bf16'") from e
 
 
 def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: mmap.mmap) -> None:

@@ -157,15 +157,62 @@ def test_a_snapshot_stays_what_it_was_while_steps_go_on_and_gives_its_space_back
     for step in range(1, 4):  # the third would write to the file that the snapshot is of
         set_gradients(params, step)
         optimizer.step()
-    assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "snapshot", "manifest.json"}
+    assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "snapshot", "manifest.json"}  # the spare file is state.1
     save(optimizer, snapshot, tmp_path)
     with SavedState(tmp_path, "optimizer") as saved:
         for n, want in enumerate(then):
             assert all(torch.equal(a, b) for a, b in zip(saved.read((f"p{n}",), 0, 0, SIZES[n]), want, strict=True))
-    assert not (tmp_path / "state" / "snapshot").exists()
+    assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "spare", "manifest.json"}
     set_gradients(params, 4)
     optimizer.step()
     assert (tmp_path / "state" / "state.0").stat().st_nlink == (tmp_path / "state" / "state.1").stat().st_nlink == 1
+
+
+def test_no_step_and_no_snapshot_needs_space_after_the_start(tmp_path, monkeypatch):
+    params = parameters()
+    optimizer = streamed(tmp_path / "state", params)
+    taken = left_by(tmp_path / "state")
+    assert taken >= 3 * optimizer.store.layout.file_bytes
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("miles.optim.store.os.posix_fallocate", full)  # another rank has taken the rest of the disk
+    for number in range(3):
+        then, snapshot = state_of(optimizer), optimizer.store.snapshot()
+        for step in range(number + 1):  # the first snapshot is copied before a step leaves a file to it
+            set_gradients(params, step)
+            optimizer.step()
+        assert left_by(tmp_path / "state") == taken
+        folder = tmp_path / f"saved{number}"
+        folder.mkdir()
+        save(optimizer, snapshot, folder)
+        with SavedState(folder, "optimizer") as saved:
+            for n, want in enumerate(then):
+                assert all(torch.equal(a, b) for a, b in zip(saved.read((f"p{n}",), 0, 0, SIZES[n]), want, strict=True))
+    optimizer.store.snapshot()
+    for step in range(3):  # a snapshot that nobody copied gives way to the next
+        set_gradients(params, step)
+        optimizer.step()
+    optimizer.store.snapshot()
+    optimizer.step()
+    assert {p.name for p in (tmp_path / "state").iterdir()} == {"state.0", "state.1", "spare", "snapshot", "manifest.json"}
+
+
+def test_ranks_that_do_not_fit_on_their_node_together_say_so_at_the_start(tmp_path, monkeypatch):
+    size = streamed(tmp_path / "size", parameters()).store.layout.file_bytes
+    free = [5 * size]  # enough for each alone
+
+    def reserve(fd, offset, size):
+        if size > free[0]:
+            raise OSError(28, "No space left on device")
+        free[0] -= size
+
+    monkeypatch.setattr("miles.optim.store.os.posix_fallocate", reserve)
+    first = streamed(tmp_path / "first", parameters())
+    with pytest.raises(EnvironmentFault, match=r"second/spare: no space(?s:.*)three files(?s:.*)every other trainer rank of the node"):
+        streamed(tmp_path / "second", parameters())
+    assert first.store.manifest.generation == 0
 
 
 def save(optimizer, snapshot, folder, rank=0, starts=(0, 0, 0, 0), names=None):
