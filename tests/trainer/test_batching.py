@@ -1,3 +1,5 @@
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -52,6 +54,35 @@ def test_tenfold_lengths_are_balanced_over_ranks():
     plan = plan_batch(lengths, 2, 2048)
     loads = [sum(lengths[i] for i in plan.of_rank(r)) for r in range(2)]
     assert max(loads) / (sum(loads) / 2) < 1.02
+
+
+def wasted(lengths, bins, cp=1, tp=1):
+    """Of the rows for which the ranks of a step compute or wait for the longest of them, the share that holds no token: padding of sequences and of
+    micro-batches, and the wait of ranks whose micro-batch of that number is shorter."""
+    align = math.lcm(padded_rows(1, cp), tp * cp)
+    made = [sequence(np.zeros(n + 1), [0] * n + [1]) for n in lengths]
+    rows = [[len(pack([made[i] for i in part], [1.0] * len(part), cp=cp, total_align=align).input_ids) for part in parts] for parts in bins]
+    return 1 - sum(lengths) / (len(bins) * sum(map(max, zip(*rows, strict=True))))
+
+
+def test_what_is_padded_and_waited_for_is_counted():
+    assert wasted([10, 6, 4], [[(0,)], [(1, 2)]]) == 0
+    assert wasted([10, 6], [[(0,)], [(1,)]]) == pytest.approx(4 / 20)
+    # 10 tokens take 12 rows under cp 2, and 6 take 8; one rank has nothing in its second micro-batch, and pads 4 rows while the other works on 8
+    assert wasted([10, 6, 6], [[(0,), ()], [(1,), (2,)]], cp=2) == pytest.approx(1 - 22 / (2 * (12 + 8)))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_of_lengths_that_differ_tenfold_at_most_a_twentieth_is_padded_or_waited_for(ranks, cp):
+    for seed in range(25):
+        rng = np.random.default_rng(seed)
+        for lengths in (rng.uniform(128, 1280, 16 * ranks), np.exp(rng.uniform(np.log(128), np.log(1280), 16 * ranks))):
+            lengths = lengths.astype(int).tolist()
+            plan = plan_batch([padded_rows(n, cp) for n in lengths], ranks, 2048 * cp)
+            assert wasted(lengths, plan.bins, cp, tp=2) <= 0.05
+            in_order = [[tuple(range(r + ranks * m, len(lengths), ranks * plan.microbatches)) for m in range(plan.microbatches)] for r in range(ranks)]
+            assert wasted(lengths, in_order, cp, tp=2) > wasted(lengths, plan.bins, cp, tp=2)
 
 
 def test_row_t_holds_token_t_its_successor_and_its_routes():
