@@ -15,7 +15,7 @@ MOE = {
     "cp2-ep2": {"cp": 2, "ep": 2}, "pp4": {"pp": 4},
 }
 DENSE = {"dp4": {}, "tp2-pp2": {"tp": 2, "pp": 2}, "tp2-cp2": {"tp": 2, "cp": 2}, "pp2-cp2": {"pp": 2, "cp": 2}}
-RESHARD = (({"tp": 2}, {"pp": 2}), ({}, {"tp": 2, "ep": 2}), ({"pp": 2, "ep": 2}, {"cp": 2}))  # a checkpoint of one goes on under the other
+RESHARD = (({"tp": 2}, {"pp": 2}), ({}, {"tp": 2, "ep": 2}), ({"pp": 2, "ep": 2}, {"cp": 2}), ({"ep": 2}, {"tp": 2}))  # a checkpoint of one goes on under the other, and back
 
 
 def name_of(layout):

@@ -76,6 +76,8 @@ def results(models, checkpoints, by_one_rank):
         jobs[f"roundtrip {kind} {name}"] = Job(worlds.roundtrip, layout, (model, layout, 20_000))
     jobs["resume"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "ep2"), {"ep": 2}, ROUTES))
     jobs["reshard"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "ep2"), {"tp": 2}, ROUTES))
+    jobs["resume tp2"] = Job(worlds.checkpoint_resume, {"tp": 2}, (moe, str(checkpoints / "tp2"), {"tp": 2}, ROUTES))
+    jobs["reshard tp2"] = Job(worlds.resume_from, {"ep": 2}, (moe, str(checkpoints / "tp2"), {"ep": 2}, ROUTES))
     jobs["tied critic pp2"] = Job(worlds.run_steps, {"pp": 2}, (dense, {"algorithm": CRITIC}, {"pp": 2}, 2, 6, None))
     jobs["resume critic"] = Job(worlds.checkpoint_resume, {"ep": 2}, (moe, str(checkpoints / "critic"), {"ep": 2}, ROUTES, 2, "fp32", "", CRITIC))
     jobs["reshard critic"] = Job(worlds.resume_from, {"tp": 2}, (moe, str(checkpoints / "critic"), {"tp": 2}, ROUTES, "", CRITIC))
@@ -159,7 +161,7 @@ def test_weights_come_back_bit_for_bit_on_the_leader_alone(results, kind, name):
     assert other == {"names": 0}
 
 
-@pytest.mark.parametrize(("model", "tensors"), [("", 69), (" latent", 53), (" sparse", 144), (" critic", 69)])
+@pytest.mark.parametrize(("model", "tensors"), [("", 69), (" tp2", 69), (" latent", 53), (" sparse", 144), (" critic", 69)])
 def test_a_resumed_run_goes_on_bit_for_bit(results, model, tensors):
     resumed = results[f"resume{model}"]
     for rank in resumed:
@@ -169,8 +171,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(results, model, tensors):
     assert resumed[0]["different"] == []
 
 
-@pytest.mark.parametrize("model", ["", " latent", " sparse", " critic"])
+@pytest.mark.parametrize("model", ["", " tp2", " latent", " sparse", " critic"])
 def test_a_checkpoint_goes_on_under_another_layout(results, model):
+    """Of two expert-parallel ranks on two tensor-parallel ones; "tp2": the other way round."""
     for got, want in zip(results[f"reshard{model}"][0], results[f"resume{model}"][0]["went_on"], strict=True):
         assert got["loss"] == pytest.approx(want["loss"], rel=2e-5)
         assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=2e-5)

@@ -26,14 +26,15 @@ def test_a_resumed_run_goes_on_bit_for_bit(world, models, tmp_path, family, prec
     assert result["resumed"] == result["went_on"] and result["different"] == []
 
 
-def test_resident_and_streamed_state_go_on_from_each_others_checkpoints_under_another_layout(models, tmp_path):
+@pytest.mark.parametrize(("one", "other"), [({"ep": 2}, {"tp": 2}), ({"tp": 2}, {"ep": 2})], ids=["ep2 to tp2", "tp2 to ep2"])
+def test_resident_and_streamed_state_go_on_from_each_others_checkpoints_under_another_layout(models, tmp_path, one, other):
     moe, routes, state = models["qwen3_moe"], [2, 2, 8], str(tmp_path / "state")
     (tmp_path / "state").mkdir()
     jobs = []
     for kind, folder in (("streamed", state), ("resident", "")):
         checkpoint = str(tmp_path / kind)
-        jobs.append(Job(worlds.checkpoint_resume, {"ep": 2}, (moe, checkpoint, {"ep": 2}, routes, 2, "fp32", folder)))
-        jobs += [Job(worlds.resume_from, {"tp": 2}, (moe, checkpoint, {"tp": 2}, routes, other)) for other in (state, "")]
+        jobs.append(Job(worlds.checkpoint_resume, one, (moe, checkpoint, one, routes, 2, "fp32", folder)))
+        jobs += [Job(worlds.resume_from, other, (moe, checkpoint, other, routes, then)) for then in (state, "")]
     streamed, streamed_to_streamed, streamed_to_resident, resident, resident_to_streamed, resident_to_resident = launch(jobs, ranks=2)
     for a, b in zip(streamed, resident, strict=True):
         assert a["went_on"] == a["resumed"] == b["went_on"]
