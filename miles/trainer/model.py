@@ -105,7 +105,8 @@ def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path
 
 def transformer_config(arch: Architecture, layout: Layout, precision: str, recompute: str, recorded_routes: bool,
                        stages: LayoutConfig | None = None) -> TransformerConfig:
-    """megatron-core's configuration of a model. `recorded_routes`: its routers may be given recorded experts. Raises ConfigError where the layout does not fit the architecture."""
+    """megatron-core's configuration of a model. `recorded_routes`: its routers may be given recorded experts. Raises ConfigError where the layout does not fit
+    the architecture."""
     _check(arch, layout, precision)
     on_gpu = miles.platform.current().name == "cuda"
     dtype = DTYPES[precision]

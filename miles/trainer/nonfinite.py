@@ -3,7 +3,7 @@
 RUN/attempts/NNNN/nonfinite/step_000012.rank_00003.e000001.npz, an npz without pickle. Sequences lie end to end; `lengths` int64 [S] says where one ends.
 
     tokens, loss_mask, logprobs, versions   [sum of lengths]
-    routes                                  [sum of lengths - 1, L, K] of the MoE layers `layers` (counted over MoE layers); only where routes are replayed
+    routes                                  [sum of lengths - 1, L, K] of the MoE layers `layers` (counted over MoE layers); only where some were fed
     advantage, exact, rollout, weight       [S], as the step had them; weight: of each sampled token in the loss
     microbatch                              [S], which micro-batch of the rank it was in
     NAME.M                                  what an earlier pass found about the sampled tokens of micro-batch M: log-probabilities of the `reference`,

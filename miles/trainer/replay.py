@@ -3,8 +3,8 @@ itself, or without replay does choose, is compared with them.
 
 The router still scores its experts, and gradients flow through the scores of the recorded ones; only the choice is given (R3,
 "rollout routing replay", Ma et al. 2025, arXiv:2510.11370). megatron-core's RouterReplay does the work per router; this module
-feeds it the right rows and keeps its state straight. The comparison costs one more top-k of scores that are there anyway. For dense models everything here does nothing. The router of a draft layer always routes freely: engines
-do not record what theirs chooses.
+feeds it the right rows and keeps its state straight. The comparison costs one more top-k of scores that are there anyway. For dense models everything
+here does nothing. The router of a draft layer always routes freely: engines do not record what theirs chooses.
 """
 
 from __future__ import annotations
