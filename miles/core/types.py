@@ -100,7 +100,7 @@ class Trajectory:
     versions: np.ndarray  # int32 [T], NO_VERSION where loss_mask is 0
     routes: np.ndarray | None  # uint8|uint16 [T-1, L, K]; row t = experts that processed token t, a set: any order, ascending from the buffer
     reward: float
-    finish_reason: str  # done | turns | length | deadline | crashed (a harness)
+    finish_reason: str  # done | turns | length | deadline | crashed (a harness) | tests:CAUSE (they said nothing that counts)
     turns: int  # that this leaf trains; so are those of the three counts of tokens below
     exact: bool  # every sampled token, trained here or not, and its KV prefix come from one single weight version
     cached_tokens: int = 0  # prompt tokens served from the prefix cache

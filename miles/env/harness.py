@@ -122,8 +122,8 @@ async def run_harness(task: Task, model: Model, harness: Harness) -> Episode:
                                                           readonly={INSIDE: folder, **harness.mounts}))
         finish = ending(task.name, result, asked)
         env_s = max(0.0, time.monotonic() - started - asked.waited_s)
-        reward, seconds = await run_tests(task, sandbox, workspace, tests)
-    return Episode(reward, finish, asked.replies, env_s + seconds)
+        verdict = await run_tests(task, sandbox, workspace, tests)
+    return Episode(verdict.reward, verdict.why or finish, asked.replies, env_s + verdict.seconds)
 
 
 def ending(task: str, result: CommandResult | None, asked: Asked) -> Literal["done", "crashed", "turns", "length", "deadline"]:

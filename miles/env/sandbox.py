@@ -13,7 +13,7 @@ Limits and how they are kept:
   unprivileged host id that belongs to this workspace (no account, from systemd's range of dynamic ids), which also means that a file
   of root is never the command's own. The limit is set after the user namespace is made: since Linux 5.14 the count is per namespace.
 - disk and number of files: the size of the file systems behind /app and /tmp.
-- output: read as it comes and kept up to a limit; a command that goes on flooding is killed.
+- output: read as it comes and kept up to a limit; a command that goes on flooding is killed, or slowed down where it `may_flood`.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from miles.env.output import FLOOD_BYTES, Output
 from miles.env.workspace import Workspace
 
 __all__ = ["APP", "FLOOD_BYTES", "CommandLimits", "CommandResult", "Kind", "Running", "Sandbox", "Workspace", "unfit"]
+_FLOOD_PAUSE_S = 0.01  # between two reads of what nobody will read: it must not take the event loop for itself
 _LINGER_S = 2.0  # how long a launcher may take to follow its sandbox
 _MAX_COMMAND_BYTES = 100_000  # Linux takes 128 KiB in one argument
 _NOTHING: Mapping[str, Path] = MappingProxyType({})
@@ -161,24 +162,24 @@ class Sandbox:
             raise EnvironmentFault(f"sandbox: {', '.join(missing)} not found", f"{self.kind}, util-linux and bash on every rollout node",
                                    "install them (Debian/Ubuntu: apt-get install bubblewrap util-linux bash)")
         with self.workspace(None, CommandLimits(disk_mb=1)) as ws:
-            result = await self._run("echo ready > f && cat f", ws, CommandLimits(), _NOTHING, _NOTHING, _NO_ENV)
+            result = await self._run("echo ready > f && cat f", ws, CommandLimits(), _NOTHING, _NOTHING, _NO_ENV, False)
         if result.output != "ready\n":
             raise EnvironmentFault(f"sandbox: a trial command gave {result.output!r} (exit {result.exit_code})", "'ready'",
                                    "run `bwrap --unshare-all --ro-bind / / true` by hand and see docs on user namespaces")
         self._checked = True
 
     async def run(self, command: str, workspace: Workspace, limits: CommandLimits, *, readonly: Mapping[str, Path] = _NOTHING,
-                  writable: Mapping[str, Path] = _NOTHING, env: Mapping[str, str] = _NO_ENV) -> CommandResult:
+                  writable: Mapping[str, Path] = _NOTHING, env: Mapping[str, str] = _NO_ENV, may_flood: bool = False) -> CommandResult:
         """Run `bash -c command` in the workspace's app/ until it ends or a limit stops it; its whole process tree is gone on return.
 
-        `readonly` and `writable` mount further folders (inside path -> host path; not unconfined), `env` adds variables. Raises EnvironmentFault when the
-        sandbox itself fails.
+        `readonly` and `writable` mount further folders (inside path -> host path; not unconfined), `env` adds variables, `may_flood`: output beyond FLOOD_BYTES
+        is cut and stops nothing. Raises EnvironmentFault when the sandbox itself fails.
         """
         await self.check()
-        return await self._run(command, workspace, limits, readonly, writable, env)
+        return await self._run(command, workspace, limits, readonly, writable, env, may_flood)
 
     async def _run(self, command: str, ws: Workspace, limits: CommandLimits, readonly: Mapping[str, Path], writable: Mapping[str, Path],
-                   env: Mapping[str, str]) -> CommandResult:
+                   env: Mapping[str, str], may_flood: bool) -> CommandResult:
         started = time.monotonic()
         if (refused := unfit(command)) is not None:
             return refused
@@ -186,7 +187,7 @@ class Sandbox:
         running = await self.start(("bash", "-c", command.encode("utf-8", "replace")), ws, limits, cpu_s=int(limits.wall_s) + 1, readonly=readonly,
                                    writable=writable, env=env)
         try:
-            reader, watcher = asyncio.ensure_future(self._read(running, output)), asyncio.ensure_future(running.watched())
+            reader, watcher = asyncio.ensure_future(self._read(running, output, may_flood)), asyncio.ensure_future(running.watched())
             try:
                 await asyncio.wait({reader, watcher}, timeout=limits.wall_s, return_when=asyncio.FIRST_COMPLETED)
                 if reader.done():
@@ -206,11 +207,13 @@ class Sandbox:
             raise not_started(text)
         return CommandResult(None if stopped else exit_code, text, cut, stopped, time.monotonic() - started)
 
-    async def _read(self, running: Running, output: Output) -> Stopped:
+    async def _read(self, running: Running, output: Output, may_flood: bool) -> Stopped:
         while chunk := await running.process.stdout.read(1 << 16):
             output.add(chunk)
-            if output.flooded:
+            if output.flooded and not may_flood:
                 return "output"
+            if output.flooded:
+                await asyncio.sleep(_FLOOD_PAUSE_S)
         await running.process.wait()  # unconfined, a command may close its output and go on
         return ""
 

@@ -4,7 +4,8 @@
     NAME/instruction.md     what the model is told
     NAME/environment/       start files, copied into the working directory (Dockerfile and .keep are left out: the sandbox
                             shows this machine's /usr)
-    NAME/tests/test.sh      run after the episode, in the working directory; exit 0 = solved, 1 = not solved
+    NAME/tests/test.sh      run after the episode, in the working directory; exit 0 = solved, 1 = not solved. Where a file of tests/ names /logs/verifier,
+                            0 = the number in /logs/verifier/reward.txt
     NAME/solution/solve.sh  optional: one command per line that solves it
 
 Format: https://www.harborframework.com/docs/tasks. Keys of Harbor that ask for what the sandbox always or never gives (cpus, storage,
@@ -18,6 +19,7 @@ import difflib
 import re
 import tomllib
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,7 @@ _KEYS = {  # section -> keys of Harbor's task.toml that may appear; those used h
         "allow_internet", "network_mode", "mcp_servers", "env", "skills_dir", "healthcheck", "workdir",
     },
 }
+VERIFIER = "/logs/verifier"  # where Harbor's tests write their reward
 _SIZES = {"k": 1 / 1024, "m": 1, "g": 1024, "t": 1024 * 1024}  # MiB
 _FREE = {"version", "schema_version", "metadata", "task", "solution", "source", "artifacts"}
 
@@ -57,6 +60,11 @@ class Task:
     @property
     def tests(self) -> Path:
         return self.path / "tests"
+
+    @cached_property
+    def writes_reward(self) -> bool:
+        """Whether its tests write their reward to a file: some file of theirs names the folder for it. Reads all of them, once."""
+        return any(VERIFIER.encode() in p.read_bytes() for p in self.tests.rglob("*") if p.is_file())
 
     @property
     def solution(self) -> Path:
@@ -112,7 +120,7 @@ def _refuse_other_layouts(path: Path) -> None:
         raise ConfigError(
             f"task {path.name} has task.yaml: the older layout of terminal-bench", "Harbor's layout: task.toml, instruction.md, environment/, tests/test.sh",
             "convert it: `instruction` of task.yaml -> instruction.md; max_agent_timeout_sec -> [agent] timeout_sec and max_test_timeout_sec -> "
-            "[verifier] timeout_sec in task.toml; run-tests.sh -> tests/test.sh, which must exit with 0 or 1 or write /logs/verifier/reward.txt; start files -> environment/; "
+            "[verifier] timeout_sec in task.toml; run-tests.sh -> tests/test.sh, which must exit with 0 or 1, or with 0 and write /logs/verifier/reward.txt; start files -> environment/; "
             "solution.sh -> solution/solve.sh; or let Harbor do it: `harbor tasks migrate -i OLD -o NEW` (https://harborframework.com/docs/migration)")
     for name in ("docker-compose.yaml", "docker-compose.yml"):
         if (path / "environment" / name).is_file():

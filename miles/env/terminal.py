@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from miles.config import MilesConfig, SiteConfig
 from miles.core import EnvironmentFault
@@ -71,7 +71,7 @@ class Episode:
     """How an episode ended."""
 
     reward: float  # 0..1, from the tests (miles.env.reward makes the sample's of it)
-    finish: Literal["done", "turns", "length", "deadline"]
+    finish: str  # done | turns | length | deadline | crashed (a harness); tests:CAUSE where the tests said nothing that counts
     turns: int  # replies of the model
     env_s: float  # seconds spent in commands and tests
 
@@ -122,8 +122,8 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
                     finish = "done"
                     break
                 messages = [*messages, reply.message, {"role": "user", "content": show(result, limits.command)}]
-        reward, seconds = await run_tests(task, sandbox, workspace, limits.command)
-    return Episode(reward, finish, turns, env_s + seconds)
+        verdict = await run_tests(task, sandbox, workspace, limits.command)
+    return Episode(verdict.reward, verdict.why or finish, turns, env_s + verdict.seconds)
 
 
 def first_messages(task: Task, limits: EpisodeLimits) -> list[dict[str, str]]:
@@ -157,40 +157,71 @@ def show(result: CommandResult | None, limits: CommandLimits) -> str:
 _WHY = {"time": "over {0.wall_s:g} s", "output": "too much output", "memory": "over {0.memory_mb} MiB of memory", "cpu": "over {0.cpu_s:g} s of CPU"}
 
 
-async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command: CommandLimits) -> tuple[float, float]:
-    """(reward, seconds) of tests/test.sh, in a fresh sandbox: no process of the model is alive, the tests are mounted read-only only now.
+@dataclass(frozen=True)
+class Verdict:
+    """What the tests of an episode said."""
 
-    Exit 0 is 1.0 and exit 1 is 0.0; a number in 0..1 in /logs/verifier/reward.txt takes their place (not unconfined). Everything else is a fault of
-    the task or the machine, raised as EnvironmentFault. A test that runs what the model wrote must bound it itself (`timeout 5 ./prog`).
+    reward: float  # 0..1
+    seconds: float
+    why: str = ""  # tests:CAUSE, where they said nothing that counts: the reward is 0
+
+
+async def run_tests(task: Task, sandbox: Sandbox, workspace: Workspace, command: CommandLimits) -> Verdict:
+    """The verdict of tests/test.sh, in a fresh sandbox: no process of the model is alive, the tests are mounted read-only only now.
+
+    Exit 0 is 1.0 and exit 1 is 0.0. Tests that write their reward (`Task.writes_reward`; not unconfined) get a /logs/verifier to write to, and exit 0 is then
+    the number in reward.txt. A program of the model that a test runs can kill the tests, use up what they share and end with any exit code, so that is 0.0
+    too, with a cause: a model must not choose between that and a sample that is taken again. A fault of the task or the machine, raised as EnvironmentFault, is
+    what is left: their time limit, which a slow machine exceeds as well, and 126 and 127, a program that is not there. A test that runs what the model wrote
+    must bound it (`timeout -k 1 5 ./prog`).
     """
-    workspace.make_room()
-    await asyncio.to_thread(workspace.drop_traps)  # as many files as a model can make
-    tests = workspace.add("tests", task.tests, owned=False)
-    logs = workspace.add("logs", owned=False)
-    (logs / "verifier").mkdir()
-    os.chown(logs / "verifier", workspace.uid, workspace.gid)
-    limits, env = replace(command, wall_s=task.verifier_timeout_s), {**TESTS_ENV, **task.env, **task.verifier_env}
-    if sandbox.kind == "unconfined-i-know":
-        result = await sandbox.run(f"bash '{tests}/test.sh'", workspace, limits, env=env)
-    else:
-        result = await sandbox.run("bash /tests/test.sh", workspace, limits, readonly={"/tests": tests}, writable={"/logs": logs}, env=env)
-    if result.stopped or result.exit_code not in (0, 1):
+    confined = sandbox.kind != "unconfined-i-know"
+    preparing = asyncio.ensure_future(asyncio.to_thread(_prepare, task, workspace, confined))
+    try:
+        tests, logs = await asyncio.shield(preparing)
+    except asyncio.CancelledError:
+        await asyncio.wait({preparing})  # it is at work in the workspace, which is closed next
+        raise
+    result = await sandbox.run("bash /tests/test.sh" if confined else f"bash '{tests}/test.sh'", workspace, replace(command, wall_s=task.verifier_timeout_s),
+                               readonly={"/tests": tests} if confined else {}, writable={"/logs": logs} if logs else {},
+                               env={**TESTS_ENV, **task.env, **task.verifier_env}, may_flood=True)
+    if result.stopped == "time" or result.exit_code in (126, 127):
         what = f"was stopped by its {result.stopped} limit" if result.stopped else f"exited with {result.exit_code}"
         raise EnvironmentFault(f"task {task.name}: tests/test.sh {what}; output: {result.output[-300:]!r}", "exit 0 (solved) or 1 (not solved)",
                                "correct the test, or raise [verifier] timeout_sec in its task.toml")
-    return _written_reward(task, logs / "verifier", float(result.exit_code == 0)), result.seconds
+    if result.exit_code not in (0, 1):
+        verdict = Verdict(0.0, result.seconds, f"tests:{result.stopped or f'exit-{result.exit_code}'}")
+    elif result.exit_code == 1 or logs is None:
+        verdict = Verdict(1.0 - result.exit_code, result.seconds)
+    elif (reward := _written_reward(logs / "verifier" / "reward.txt")) is not None:
+        verdict = Verdict(reward, result.seconds)
+    else:
+        verdict = Verdict(0.0, result.seconds, "tests:reward-file")
+    if verdict.why:
+        print(f"task {task.name}: reward 0, {verdict.why}; output of tests/test.sh: {result.output[-300:]!r}", flush=True)
+    return verdict
 
 
-def _written_reward(task: Task, folder: Path, otherwise: float) -> float:
-    """What a test that also ran programs of the model may have made of `folder` is not followed: links and pipes are no reward file."""
-    if (folder / "reward.txt").is_symlink() or not (folder / "reward.txt").is_file():
-        return otherwise
-    with open(os.open(folder / "reward.txt", os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
-        text = f.read(64).decode("utf-8", "replace").strip()
+def _prepare(task: Task, workspace: Workspace, confined: bool) -> tuple[Path, Path | None]:
+    """The folders of the tests and, where they write their reward, for it. Takes as long as there are files, and a model can make many."""
+    workspace.make_room()
+    workspace.drop_traps()
+    tests = workspace.add("tests", task.tests, owned=False)
+    if not (confined and task.writes_reward):
+        return tests, None
+    logs = workspace.add("logs", owned=False)
+    (logs / "verifier").mkdir()
+    os.chown(logs / "verifier", workspace.uid, workspace.gid)
+    return tests, logs
+
+
+def _written_reward(path: Path) -> float | None:
+    """None where there is no such number. What a program of the model may have put there is not followed: links and pipes are no reward file."""
+    if path.is_symlink() or not path.is_file():
+        return None
     try:
-        reward = float(text)
-    except ValueError:
-        reward = math.nan
-    if not 0.0 <= reward <= 1.0:
-        raise EnvironmentFault(f"task {task.name}: tests wrote reward {text!r}", "a number from 0 to 1", "correct tests/test.sh")
-    return reward
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as f:
+            reward = float(f.read(64).decode("utf-8", "replace"))
+    except (ValueError, PermissionError):
+        return None
+    return reward if 0.0 <= reward <= 1.0 else None

@@ -142,8 +142,10 @@ def test_a_timeout_of_the_callers_own_is_passed_on(make_task):
     [
         ("exit 0", 1.0),
         ("exit 1", 0.0),
-        ("echo 0.25 > /logs/verifier/reward.txt; exit 1", 0.25),
+        ("echo 0.25 > /logs/verifier/reward.txt", 0.25),
+        ("echo 0.25 > /logs/verifier/reward.txt; exit 1", 0.0),
         ("echo 1 > /logs/verifier/reward.txt", 1.0),
+        ("[ -e /logs ] && exit 1; d=verifier; mkdir -p /logs/$d 2>/dev/null && exit 1; exit 0", 1.0),  # named nowhere: no such folder
         ('bash "$(dirname "$0")/../tests/test.sh.other" 2>/dev/null || exit 1', 0.0),
     ],
 )
@@ -154,17 +156,42 @@ def test_the_reward_is_what_the_tests_say(make_task, test, reward):
 @pytest.mark.parametrize(
     ("test", "toml", "message"),
     [
-        ("exit 2", "", "exited with 2"),
         ("echo broken; no-such-program", "", "exited with 127"),
         ("sleep 60", "[verifier]\ntimeout_sec = 0.5", "stopped by its time limit"),
-        ("echo nan > /logs/verifier/reward.txt", "", "wrote reward 'nan'"),
-        ("echo 7 > /logs/verifier/reward.txt", "", "wrote reward '7'"),
-        ("kill -9 $$", "", "exited with 137"),
     ],
 )
 def test_tests_that_neither_pass_nor_fail_are_a_fault_and_never_a_reward(make_task, test, toml, message):
     with pytest.raises(EnvironmentFault, match=message):
         play(make_task(test, toml=toml), "DONE")
+
+
+@pytest.mark.parametrize(
+    ("test", "finish"),
+    [
+        ("kill -9 $$", "tests:exit-137"),
+        ("exit 2", "tests:exit-2"),
+        ("timeout 0.1 sleep 9", "tests:exit-124"),
+        ("echo nan > /logs/verifier/reward.txt", "tests:reward-file"),
+        ("echo 7 > /logs/verifier/reward.txt", "tests:reward-file"),
+        ("echo one > /logs/verifier/reward.txt", "tests:reward-file"),
+        ("ln -s /etc/passwd /logs/verifier/reward.txt", "tests:reward-file"),
+        ("mkfifo /logs/verifier/reward.txt", "tests:reward-file"),
+        ("true # no number for /logs/verifier", "tests:reward-file"),
+    ],
+)
+def test_tests_that_a_program_may_have_kept_from_speaking_give_zero_and_say_so(make_task, test, finish):
+    episode = play(make_task(test), "DONE")[0]
+    assert (episode.reward, episode.finish) == (0.0, finish)
+
+
+def test_a_second_file_of_the_tests_may_be_the_one_that_writes_the_reward(make_task):
+    task = make_task("python3 /tests/score.py")
+    (task.tests / "score.py").write_text("open('/logs/verifier/reward.txt', 'w').write('0.75')")
+    assert play(task, "DONE")[0].reward == 0.75
+
+
+def test_output_of_the_tests_is_cut_and_stops_nothing(make_task):
+    assert play(make_task("head -c 3000000 /dev/zero | tr '\\0' x; echo hello >&2; exit 0"), "DONE")[0].reward == 1.0
 
 
 def test_an_aborted_reply_is_a_fault(make_task):
