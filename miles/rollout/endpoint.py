@@ -44,8 +44,8 @@ class Endpoint:
             busy = StructureError("the agent asked again before it was answered", "one request at a time", "set it up to wait", cause="session:busy")
             self._refused, asked.refused = number, e if isinstance(e, StructureError) else busy
             raise
-        except EnvironmentFault as e:
-            asked.fault = e
+        except Exception as e:
+            asked.fault = e if isinstance(e, EnvironmentFault) else EnvironmentFault(f"the session failed: {e!r}", "a reply, or a refusal", "see the traceback in the rank's log")
             asked.stop.set()
             raise
         finally:

@@ -11,6 +11,7 @@ import msgspec
 from miles.core import MilesError
 
 MAX_STOPS = 4  # OpenAI's limit
+SEEDS = 1 << 63  # SGLang puts them into an int64 tensor
 
 
 class BadRequest(MilesError):
@@ -52,7 +53,7 @@ def read_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     for name, value in {**FIXED, "temperature": temperature}.items():
         if name in body and body[name] != value:
             raise BadRequest(f"{name} = {body[name]!r}: this run samples with {value}; send that or leave it out", name)
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
+    limit = body.get("max_completion_tokens", body.get("max_tokens"))
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
         raise BadRequest(f"max_tokens = {limit!r} is not a positive integer", "max_tokens")
     stop = body.get("stop") or ()
@@ -60,8 +61,8 @@ def read_request(body: dict[str, Any], temperature: float) -> ChatRequest:
     if not isinstance(stop, (list, tuple)) or len(stop) > MAX_STOPS or not all(isinstance(s, str) and s for s in stop):
         raise BadRequest(f"stop = {stop!r:.80} is not a text or a list of at most {MAX_STOPS} texts", "stop")
     seed = body.get("seed")
-    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise BadRequest(f"seed = {seed!r} is not an integer", "seed")
+    if seed is not None and (not isinstance(seed, int) or isinstance(seed, bool) or not -SEEDS <= seed < SEEDS):
+        raise BadRequest(f"seed = {seed!r} is not an integer of 64 bits with sign", "seed")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or not isinstance(body.get("model") or "", str):
         raise BadRequest("stream_options is an object and model a text", "stream_options")

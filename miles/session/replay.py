@@ -63,11 +63,11 @@ def _canonical_call(call: Any) -> Any:
         return call
     function, given = call["function"], call["function"].get("arguments")
     try:
-        arguments = json.loads(given) if isinstance(given, str) and given else given or {}
-    except ValueError:
+        # As text, because Python holds true and 1 for equal.
+        arguments = json.dumps(json.loads(given) if isinstance(given, str) and given else given or {}, sort_keys=True)
+    except (ValueError, RecursionError):
         arguments = given
-    # As text, because Python holds true and 1 for equal.
-    return {**{k: v for k, v in call.items() if k != "index"}, "function": {**function, "arguments": json.dumps(arguments, sort_keys=True)}}
+    return {**{k: v for k, v in call.items() if k != "index"}, "function": {**function, "arguments": arguments}}
 
 
 def _difference(held: Message, given: Message) -> str:

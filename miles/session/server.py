@@ -152,10 +152,10 @@ class SessionServer:
                 first = await deltas.get()
             try:
                 reply = answer.result()
-            except MilesError as e:
-                await response.write(chunks.error(describe_error(e)[1]))
-            else:
-                await response.write(chunks.end(reply, self._logprobs(asked, reply)))
+                last = chunks.end(reply, self._logprobs(asked, reply))
+            except Exception as e:  # noqa: BLE001  logged, and told to the client
+                last = chunks.error(describe_error(e)[1])
+            await response.write(last)
             await response.write_eof()
             return response
         finally:
@@ -224,15 +224,17 @@ async def _run(app: web.Application) -> web.AppRunner:
 async def _errors(request: web.Request, handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except MilesError as e:
-        status, body = describe_error(e)
-        return _reply(body, status, {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {})
     except web.HTTPException as e:
         return _reply(_error("invalid_request_error", e.reason.lower().replace(" ", "_"), e.reason), e.status)
+    except ConnectionError:  # the client is gone
+        raise
+    except Exception as e:  # noqa: BLE001  likewise
+        status, body = describe_error(e)
+        return _reply(body, status, {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else {})
 
 
-def describe_error(e: MilesError) -> tuple[int, dict[str, Any]]:
-    """(status, body) in OpenAI's shape. Pure."""
+def describe_error(e: Exception) -> tuple[int, dict[str, Any]]:
+    """(status, body) in OpenAI's shape. What nobody raised on purpose is logged with its traceback."""
     match e:
         case BadRequest():
             return 400, _error("invalid_request_error", "invalid_value", str(e), e.param)
@@ -252,6 +254,7 @@ def describe_error(e: MilesError) -> tuple[int, dict[str, Any]]:
             log.warning("session request failed: %s", e)
             return 503, _error("server_error", "engine_unavailable", str(e))
         case _:
+            log.error("session request failed", exc_info=e)
             return 500, _error("server_error", type(e).__name__, str(e))
 
 
@@ -266,8 +269,8 @@ def _reply(body: dict[str, Any], status: int = 200, headers: dict[str, str] | No
 async def _json(request: web.Request) -> dict[str, Any]:
     try:
         body = msgspec.json.decode(await request.read() or b"{}")
-    except ValueError as e:
-        raise BadRequest(f"the body is not JSON: {e}") from e
+    except (ValueError, RecursionError) as e:
+        raise BadRequest(f"the body is not JSON, or nested too deeply: {e}") from e
     if not isinstance(body, dict):
         raise BadRequest("the body is not a JSON object")
     return body

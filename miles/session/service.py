@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 import uuid
 from collections import Counter, deque
@@ -121,8 +122,8 @@ class Session:
         `stop`: texts that end the turn; they are sampled, and not in the reply's content. `on_delta` gets parts of the reply's message while it is
         sampled.
         Nothing of the session changes unless a reply came, and in a durable session it is on disk before this returns. Raises StructureError for
-        messages that do not continue it, SessionBusy for a second request at the same time, EnvironmentFault when the engine fails, aborts or takes
-        longer than the turn's deadline.
+        messages that do not continue it, or are nested too deeply to be compared or written, SessionBusy for a second request at the same time, EnvironmentFault
+        when the engine fails, aborts or takes longer than the turn's deadline.
         """
         if self._busy:
             raise SessionBusy(f"session {self.id} is answering another request", "one request at a time", "wait for its reply")
@@ -136,9 +137,11 @@ class Session:
             elif checkpoint is not None and (commit := self._commit(match, checkpoint, tools or None)) is not None:
                 await asyncio.shield(commit)
             return reply
-        except StructureError as e:
-            self.refused[e.cause] += 1
-            raise
+        except (StructureError, RecursionError) as e:
+            error = e if isinstance(e, StructureError) else StructureError(
+                f"a message or a tool is nested too deeply: {e}", f"fewer than {sys.getrecursionlimit()} levels", cause="request:nesting")
+            self.refused[error.cause] += 1
+            raise error from e.__cause__
         finally:
             if commit is None:  # otherwise the end of the commit says so
                 self._busy = False

@@ -186,13 +186,13 @@ def _for_template(message: Message) -> Message:
 
 
 def as_mapping(arguments: Any) -> Any:
-    """Arguments of a call as a mapping; {} for none, and what is no JSON object unchanged."""
+    """Arguments of a call as a mapping; {} for none, and what is no JSON object, or one nested too deeply to read, unchanged."""
     if not arguments:
         return {}
     if not isinstance(arguments, str):
         return arguments
     try:
         found = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return found if isinstance(found, dict) else arguments

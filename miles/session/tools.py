@@ -55,7 +55,7 @@ def _call(name: str, parameters: str, rule: Boundary, index: int) -> dict[str, A
     try:
         if not isinstance(json.loads(parameters or "{}"), dict):
             return None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     call_id = f"functions.{name}:{index}" if rule.numbered_calls else f"call_{uuid.uuid4().hex[:24]}"
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parameters or "{}"}}

@@ -135,3 +135,10 @@ def test_a_request_that_the_server_refuses_outright_is_in_the_fault(play):
         "try:\n    ask(messages)\nexcept urllib.error.HTTPError as e:\n    sys.exit(e.read().decode())\n")
     with pytest.raises(EnvironmentFault, match=r"exit code 1 before the model answered it once[\s\S]*temperature = 0.125"):
         play(agent, [])
+
+
+def test_an_error_that_nobody_foresaw_is_a_fault_of_the_machine(play):
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(ChatTokenizer, "text", lambda *_: 1 / 0)
+        with pytest.raises(EnvironmentFault, match="the session failed: ZeroDivisionError"):
+            play(LOOP, ["ls"])

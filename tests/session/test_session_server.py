@@ -6,9 +6,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-from miles.core import EnvironmentFault
+from miles.core import EnvironmentFault, StructureError
 from miles.engine import lease_port
 from miles.session import SessionServer
+from miles.session.replay import loose
 from tests.session.conftest import user
 
 TOKEN = "server-token"
@@ -163,7 +164,9 @@ def test_errors_have_openais_shape_and_the_right_status(served):
         ok = {"messages": [user("hello")]}
         for body, status, code in [
             ({**ok, "top_k": 5}, 400, "invalid_value"), ({**ok, "temperature": 0.2}, 400, "invalid_value"), ({**ok, "n": 2}, 400, "invalid_value"),
-            ({**ok, "max_tokens": 0}, 400, "invalid_value"), ({**ok, "max_tokens": True}, 400, "invalid_value"), ({}, 400, "history:message"),
+            ({**ok, "max_tokens": 0}, 400, "invalid_value"), ({**ok, "max_completion_tokens": 0, "max_tokens": 5}, 400, "invalid_value"),
+            ({**ok, "seed": 1 << 63}, 400, "invalid_value"), ({**ok, "seed": -(1 << 63) - 1}, 400, "invalid_value"), ({**ok, "seed": 1.5}, 400, "invalid_value"),
+            ({**ok, "max_tokens": True}, 400, "invalid_value"), ({}, 400, "history:message"),
             ({"messages": [{"role": "assistant", "content": "x"}]}, 422, "history:foreign-reply"),
         ]:
             found, answer = await call("POST", chat, body)
@@ -173,11 +176,66 @@ def test_errors_have_openais_shape_and_the_right_status(served):
         assert (await call("POST", "/sessions/none/v1/chat/completions", ok))[0] == 404
         assert (await call("GET", "/nothing"))[1]["error"]["code"] == "not_found"
         assert (await call("POST", chat, None, data=b"{"))[1]["error"]["message"].startswith("the body is not JSON")
+        found, answer = await call("POST", chat, None, data=b'{"messages": ' + b"[" * 3000 + b"]" * 3000 + b"}")
+        assert (found, answer["error"]["code"]) == (400, "invalid_value") and "too deeply" in answer["error"]["message"]
         w.stub.fail_next = True
         assert (await call("POST", chat, ok))[0] == 503
         assert (await call("POST", chat, ok))[0] == 200
         assert (await call("DELETE", f"/sessions/{opened['id']}"))[0] == 204
         assert (await call("POST", chat, ok))[0] == 404
+
+    served(scenario)
+
+
+DEEP = '{"a": ' * 3000 + "1" + "}" * 3000
+
+
+def test_arguments_nested_too_deeply_to_be_read_are_text(served):
+    """The model of a run may write them, and whatever it writes has an answer."""
+    async def scenario(w, call):
+        w.service.replay = loose
+        _, opened = await call("POST", "/sessions", {})
+        url = f"/sessions/{opened['id']}/v1/chat/completions"
+        calls = [{"id": "c", "type": "function", "function": {"name": "run", "arguments": DEEP}}]
+        asked = [user("hello"), {"role": "assistant", "content": None, "tool_calls": calls}, {"role": "tool", "tool_call_id": "c", "content": "x"}]
+        assert (await call("POST", url, {"messages": [user("hello")], "max_tokens": 4}))[0] == 200
+        status, refused = await call("POST", url, {"messages": asked})
+        assert (status, refused["error"]["code"]) == (422, "history:content")
+        _, opened = await call("POST", "/sessions", {})
+        assert (await call("POST", f"/sessions/{opened['id']}/v1/chat/completions", {"messages": asked}))[0] == 200  # as an example
+
+    served(scenario, max_session_tokens=2000)
+
+
+def test_messages_nested_too_deeply_to_be_compared_are_refused(served):
+    def asked():
+        deep = {}
+        for _ in range(5000):
+            deep = {"a": deep}
+        return {**user("hello"), "x": deep}
+
+    async def scenario(w, call):
+        session = w.service.open("k")
+        reply = await session.chat([asked()])
+        with pytest.raises(StructureError) as e:
+            await session.chat([asked(), reply.message, user("more")])
+        assert (e.value.cause, session.refused) == ("request:nesting", {"request:nesting": 1})
+
+    served(scenario)
+
+
+def test_what_nobody_foresaw_is_an_error_in_openais_shape_and_in_the_log(served, monkeypatch, caplog):
+    async def scenario(w, call):
+        _, opened = await call("POST", "/sessions", {})
+        chat, body = f"/sessions/{opened['id']}/v1/chat/completions", {"messages": [user("hello")]}
+        monkeypatch.setattr(w.chat, "text", lambda ids: 1 / 0)
+        status, answer = await call("POST", chat, body)
+        assert (status, answer["error"]["type"], answer["error"]["code"]) == (500, "server_error", "ZeroDivisionError")
+        assert "division by zero" in caplog.text and "Traceback" in caplog.text
+        monkeypatch.undo()
+        monkeypatch.setattr("miles.session.server.Chunks.end", lambda *_: 1 / 0)  # of a reply that has begun
+        status, text = await call("POST", chat, {**body, "stream": True})
+        assert status == 200 and text.endswith("data: [DONE]\n\n") and json.loads(text.split("\n\n")[-3].removeprefix("data: "))["error"]["code"] == "ZeroDivisionError"
 
     served(scenario)
 

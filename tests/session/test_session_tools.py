@@ -60,6 +60,14 @@ def test_one_bad_call_among_good_ones_makes_all_of_it_content():
     assert parse_calls(text, TOOLS, RULES["qwen3"]) == (text, [])
 
 
+@pytest.mark.parametrize("name", RULES)
+def test_arguments_nested_too_deeply_to_be_read_are_content(name):
+    text = SAID[name].replace(_OPTS, "[" * 3000 + "]" * 3000).replace(_JSON, '{"a": ' * 3000 + "1" + "}" * 3000)
+    assert text != SAID[name]
+    content, calls = parse_calls(text, TOOLS, RULES[name])
+    assert (content, calls) == (text, []) or all(isinstance(json.loads(c["function"]["arguments"]), dict) for c in calls)  # GLM's are not JSON as a whole
+
+
 def test_text_in_front_of_a_call_stays_content():
     content, calls = parse_calls("I look.\n" + hermes(("run", "{}")), TOOLS, RULES["qwen3"])
     assert content == "I look." and len(calls) == 1
