@@ -26,7 +26,8 @@ class Endpoint:
             yield self.asked
 
     async def chat(self, *args, **kwargs) -> ChatReply:
-        """`Session.chat`, at most `max_turns` times: every reply counts, also one that the harness drops and asks again for.
+        """`Session.chat`, at most `max_turns` times: every reply counts, also one that the harness drops and asks again for, and a
+        stream that it gives up when it has seen some of it: it must not look at any number of samples and keep the one it likes.
 
         Raises what it raises, and StructureError (cause "request:turns") for a turn too many.
         """
@@ -37,7 +38,7 @@ class Endpoint:
             asked.stop.set()
             raise StructureError(f"this conversation has had its {self._max_turns} turns", f"at most rollout.max_turns = {self._max_turns} replies",
                                  "end: nothing more is answered", cause="request:turns")
-        number, began = asked.requests, time.monotonic()
+        number, began, aborted = asked.requests, time.monotonic(), self._session.aborted
         try:
             reply = await self._session.chat(*args, **kwargs)
         except (StructureError, SessionBusy) as e:
@@ -49,6 +50,7 @@ class Endpoint:
             asked.stop.set()
             raise
         finally:
+            asked.replies += self._session.aborted - aborted
             asked.waited_s += time.monotonic() - began
         asked.replies += 1
         asked.last = reply.finish_reason

@@ -288,6 +288,7 @@ async def _models(request: web.Request) -> web.Response:
 def _describe(session: Session) -> dict[str, Any]:
     return {
         "id": session.id, "routing_key": session.routing_key, "weight_version": session.opened_at, "tokens": session.tokens, "retries": session.retries,
+        "aborted": session.aborted,
         "moves": session.moves, "refused": dict(session.refused), "branched": dict(session.branched),
         "turns": [{"prompt_tokens": len(t.input_ids), "completion_tokens": len(t.output_ids), "cached_tokens": t.cached_tokens,
                    "finish_reason": t.finish_reason} for t in session.turns],

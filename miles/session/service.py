@@ -82,6 +82,7 @@ class Session:
         self.id, self.routing_key, self.opened_at, self.place, self.durable = session_id, routing_key, opened_at, place, durable
         self.history = History(branching=service.branching)
         self.retries = 0  # turns that were rolled back
+        self.aborted = 0  # replies that were given up, or failed, when a part of them was shown already
         self.moves = 0  # engines that died under it
         self.refused: Counter[str] = Counter()  # requests that did not continue this session, by cause
         self.branched: Counter[str] = Counter()  # answered requests that did not go on from the turn before, by cause
@@ -128,14 +129,21 @@ class Session:
         if self._busy:
             raise SessionBusy(f"session {self.id} is answering another request", "one request at a time", "wait for its reply")
         self._busy = True
-        commit = None
+        commit, shown, whole = None, False, False
+
+        def show(delta: dict[str, str]) -> None:
+            nonlocal shown
+            shown = True
+            on_delta(delta)
+
         try:
             match, reply, checkpoint, stored = await self._answer(check_messages(messages, self.history.messages), max_tokens, check_tools(tools), tuple(stop),
-                                                                  seed, on_delta)
+                                                                  seed, show if on_delta else None)
             if stored is not None:
                 self._take_stored(match.kept, checkpoint, stored)
             elif checkpoint is not None and (commit := self._commit(match, checkpoint, tools or None)) is not None:
                 await asyncio.shield(commit)
+            whole = True
             return reply
         except (StructureError, RecursionError) as e:
             error = e if isinstance(e, StructureError) else StructureError(
@@ -143,6 +151,7 @@ class Session:
             self.refused[error.cause] += 1
             raise error from e.__cause__
         finally:
+            self.aborted += shown and not whole
             if commit is None:  # otherwise the end of the commit says so
                 self._busy = False
 
@@ -253,7 +262,7 @@ class Session:
 
         if self.durable:
             before = len(kept.last.tokens) if kept.last else 0
-            counters = {"retries": retries, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused), "branched": dict(branched)}
+            counters = {"retries": retries, "aborted": self.aborted, "moves": self.moves, "engine_s": self.engine_s, "refused": dict(self.refused), "branched": dict(branched)}
             written = self._service.store.append(to_record(self.id, kept, checkpoint, before, tools if kept.last is None else None, counters))
             written.add_done_callback(lambda written: take(written.exception()))
         else:
@@ -302,7 +311,7 @@ class Session:
         return to_trajectories(
             self.history, group_id=group_id, sample=sample, task_id=task_id, reward=reward, finish_reason=finish_reason, opened_at=self.opened_at,
             seconds=self.age,
-            meta={"retried_turns": self.retries, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
+            meta={"retried_turns": self.retries, "aborted_turns": self.aborted, "moves": self.moves, "refused_requests": dict(self.refused), "branched_requests": dict(self.branched),
                   "engine_s": self.engine_s, "resumed_turns": self.resumed_turns, "abandoned_turns": self.abandoned_turns, **(meta or {})},
         )
 

@@ -142,3 +142,30 @@ def test_an_error_that_nobody_foresaw_is_a_fault_of_the_machine(play):
         m.setattr(ChatTokenizer, "text", lambda *_: 1 / 0)
         with pytest.raises(EnvironmentFault, match="the session failed: ZeroDivisionError"):
             play(LOOP, ["ls"])
+
+
+@pytest.mark.parametrize(("shown", "counted"), [("ls -l", 1), ("", 0)])
+def test_a_stream_that_is_given_up_counts_as_a_reply_when_some_of_it_was_shown(chat, shown, counted):
+    """Otherwise an agent could look at any number of samples and keep the one that it likes."""
+    async def stream(self, *args, on_tokens, **kw):
+        on_tokens(chat.encode(shown))
+        await asyncio.sleep(60)
+
+    async def scenario():
+        s = open_session(chat)
+        endpoint, ask = Endpoint(SessionServer(s.service, "token"), s.session, 2), [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            asking = asyncio.ensure_future(endpoint.chat(ask, on_delta=(got := []).append))
+            await asyncio.sleep(0.05)
+            asking.cancel()
+            await asyncio.wait({asking})
+            assert "".join(d["content"] for d in got) == shown
+        assert (endpoint.asked.replies, s.session.aborted, len(s.session.turns)) == (2 * counted, 2 * counted, 0)
+        if counted:
+            with pytest.raises(StructureError, match="has had its 2 turns"):
+                await endpoint.chat(ask)
+            assert endpoint.asked.over and endpoint.asked.stop.is_set()
+
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr(FakeEngine, "generate", stream)
+        asyncio.run(scenario())
