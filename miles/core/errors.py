@@ -4,6 +4,8 @@ The exit codes are part of the command-line contract: 2 for a configuration that
 (machine, cluster, disk, port, engine) that does not deliver, 1 for everything else.
 """
 
+from typing import Any
+
 
 class MilesError(Exception):
     """Base of every error Miles raises on purpose."""
@@ -45,3 +47,4 @@ class StructureError(MilesError):
     def __init__(self, found: str, expected: str = "", do: str = "", *, cause: str = "structure"):
         super().__init__(found, expected, do)
         self.cause = cause  # short key under which the drop is counted
+        self.evidence: dict[str, Any] = {}  # JSON: what was refused (a request, a reply), from who has it; kept with the dropped trajectory

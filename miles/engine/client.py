@@ -22,7 +22,7 @@ from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Tur
 from miles.engine.command import ModelShape
 from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room
 from miles.engine.params import Parameter, read_parameters
-from miles.engine.wire import Sampling, parse_reply, request_body
+from miles.engine.wire import Sampling, parse_reply, request_body, without_routes
 
 if TYPE_CHECKING:
     import torch
@@ -118,7 +118,11 @@ class EngineClient:
         finally:
             self.active -= 1
             self._wire_rids.pop(rid, None)
-        turn = parse_reply(body, np.asarray(input_ids, dtype=np.int32), reply, self.shape, time.monotonic() - began)
+        try:
+            turn = parse_reply(body, np.asarray(input_ids, dtype=np.int32), reply, self.shape, time.monotonic() - began)
+        except StructureError as e:
+            e.evidence["reply"] = without_routes(reply)
+            raise
         self.generated_tokens += len(turn.output_ids)
         self.prompt_tokens += len(turn.input_ids)
         self.cached_tokens += turn.cached_tokens

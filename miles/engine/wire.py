@@ -111,6 +111,12 @@ def parse_reply(body: dict[str, Any], input_ids: np.ndarray, reply: dict[str, An
     )
 
 
+def without_routes(reply: dict[str, Any]) -> dict[str, Any]:
+    """A reply to be kept: of its routes, which are the larger part of it, only how long they were."""
+    routes = reply["meta_info"].get("routed_experts")
+    return {**reply, "meta_info": {**reply["meta_info"], "routed_experts": routes and f"{len(routes)} characters of base64"}}
+
+
 def token_versions(meta: dict[str, Any], n: int, rid: str = "") -> np.ndarray:
     """int32 [n]: the weight version each output token was sampled with, from the spans, or the reply's one version when there are none."""
     spans = meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": n}]

@@ -279,7 +279,7 @@ class Worker:
                 self._service.close(session)  # on disk it is open until the part is there
         if cause and self._stopping.is_set():
             return  # the run is complete and the engine is gone: nobody waits for this one
-        self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start)
+        self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start, session)
         self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
         if session is not None:
             await self._service.forget(session)
@@ -313,12 +313,13 @@ class Worker:
             publish_bytes(self._dropped / f"{session.routing_key}.{error.cause.replace(':', '-')}.json", data)
 
     # -- log -----------------------------------------------------------------------------------------------------------------
-    def _log_trajectory(self, group: int, sample: int, task: Task, leaves: Sequence[Trajectory], cause: str | None, seconds: float) -> None:
-        """One row a sample, sums over its leaves; and one for each cause for which its requests did not go on from the turn before."""
+    def _log_trajectory(self, group: int, sample: int, task: Task, leaves: Sequence[Trajectory], cause: str | None, seconds: float,
+                        session: Session | None) -> None:
+        """One row a sample, sums over its leaves; and one for each cause for which requests of its session did not go on from the turn before."""
         self._log.row("trajectories", group_id=group, sample=sample, task_id=task.name, rank=self._rank, **sample_figures(leaves), seconds=seconds,
                       status=cause or "ok")
-        for kind in ("branched", "refused"):
-            for why, count in (leaves[0].meta[f"{kind}_requests"] if leaves else {}).items():
+        for kind, causes in (("branched", session.branched), ("refused", session.refused)) if session else ():
+            for why, count in causes.items():
                 self._log.row("mismatches", group_id=group, sample=sample, kind=kind, cause=why, count=count)
 
     def _log_engine(self, client: EngineClient, restarts: int) -> None:

@@ -1,4 +1,9 @@
-"""What is kept of a session that was dropped: a small file from which its history, and so its refusal, can be made again."""
+"""What is kept of a session that was dropped: a small file from which its history, and so its refusal, can be made again.
+
+What does not fit together in the history itself (assembly:*) is made again by `assemble_leaves(read_history(file))`. Everything else was refused before it
+came into the history, and is the file's `evidence`: the request (history:*, request:*, tokenization:*), also that of a reply which could not be taken; with it, that reply as the
+engine gave it, without its routes (reply:*), or the ids that it sampled (stream:differs).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ from miles.session.history import ROOT, Checkpoint, History
 
 def reproducer(history: History, error: StructureError, **more: Any) -> bytes:
     """JSON: the tree with its messages. Of each input only what differs from all tokens of the turn it goes on from is written, so the file grows
-    with the conversations and not with their squares; of routes (too large) only where they begin and their shape. `more`: whatever helps to read it."""
+    with the conversations and not with their squares; of routes (too large) only where they begin and their shape. `error.evidence` is written as it is, where JSON can hold it. `more`: whatever helps to read it."""
     rows = []
     for node in history.nodes:
         turn, before = node.turn, _before(history.nodes, node.parent)
@@ -26,7 +31,15 @@ def reproducer(history: History, error: StructureError, **more: Any) -> bytes:
                      "output_ids": turn.output_ids.tolist(), "logprobs": turn.logprobs.tolist(), "versions": turn.versions.tolist(),
                      "finish_reason": turn.finish_reason, "routes_start": turn.routes_start,
                      "routes": None if turn.routes is None else {"shape": turn.routes.shape, "dtype": str(turn.routes.dtype)}})
-    return msgspec.json.encode({"cause": error.cause, "error": str(error), **more, "branching": history.branching, "head": history.head, "turns": rows})
+    return msgspec.json.encode({"cause": error.cause, "error": str(error), **more, "branching": history.branching, "head": history.head, "turns": rows,
+                                "evidence": _encoded(error.evidence)})
+
+
+def _encoded(evidence: dict[str, Any]) -> msgspec.Raw:
+    try:
+        return msgspec.Raw(msgspec.json.encode(evidence))
+    except (ValueError, TypeError, OverflowError, RecursionError) as e:  # a request may hold anything
+        return msgspec.Raw(msgspec.json.encode({"not written": repr(e)}))
 
 
 def read_history(path: Path) -> History:

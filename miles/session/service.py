@@ -149,6 +149,7 @@ class Session:
             error = e if isinstance(e, StructureError) else StructureError(
                 f"a message or a tool is nested too deeply: {e}", f"fewer than {sys.getrecursionlimit()} levels", cause="request:nesting")
             self.refused[error.cause] += 1
+            error.evidence["request"] = {"messages": messages, "max_tokens": max_tokens, "tools": tools, "stop": stop, "seed": seed}
             raise error from e.__cause__
         finally:
             self.aborted += shown and not whole
@@ -181,7 +182,11 @@ class Session:
         turn = to_turn(stored, input_ids) if stored else await self._generate(input_ids, sampling, max(len(before) - 1, 0), stream)
         reply = await self._read(kept, turn, tools, stop)
         if stream is not None:
-            stream.finish(reply.message)
+            try:
+                stream.finish(reply.message)
+            except StructureError as e:
+                e.evidence["output_ids"] = turn.output_ids.tolist()
+                raise
         return match, reply, Checkpoint(appended, reply.message, turn, line=self._line.extend(input_ids, turn.output_ids)), stored
 
     def _next_stored(self, kept: History, new: list[int], tools: list[dict[str, Any]] | None) -> Answered | None:

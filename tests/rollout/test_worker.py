@@ -106,6 +106,17 @@ def test_a_sample_whose_reward_fails_is_dropped_and_counted_by_its_cause(play, m
     assert got.tables["trajectories"]["status"].tolist() == [b"dropped:reward"]
 
 
+def test_a_refusal_that_ended_a_sample_is_among_the_mismatches(play, monkeypatch):
+    async def rewriting(task, chat, limits):
+        await chat([user("q")])
+        await chat([user("summary so far"), {"role": "assistant", "content": "x"}, user("go on")])
+
+    monkeypatch.setattr(miles.rollout.worker, "run_episode", rewriting)
+    got = play("linear")
+    assert [(r["status"], r["leaves"]) for r in got.tables["trajectories"]] == [(b"dropped:history:content", 0)]
+    assert [(r["kind"], r["cause"], r["count"]) for r in got.tables["mismatches"]] == [(b"refused", b"history:content", 1)]
+
+
 def test_a_sample_of_a_killed_rank_goes_on_from_its_last_answered_turn(tmp_path, monkeypatch):
     """The first rank is gone while the second turn runs; the next one says what it holds, and plays the sample to its end with one request fewer."""
     async def two_turns(task, chat, limits):
@@ -168,8 +179,7 @@ def leaf(number, mask, versions, turns, prompt, cached, cacheable, reused):
     return Trajectory(
         group_id=2, sample=1, leaf=number, task_id="t", tokens=np.zeros(len(mask), np.int32), loss_mask=mask, logprobs=np.zeros(len(mask), np.float32),
         versions=at, routes=None, reward=0.5, finish_reason="done", turns=turns, exact=False, cached_tokens=cached, cacheable_tokens=cacheable,
-        prompt_tokens=prompt, meta={"reused_tokens": reused, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5, "refused_requests": {"history:tools": 1},
-                                    "branched_requests": {"content": 2, "rewind": 1}})
+        prompt_tokens=prompt, meta={"reused_tokens": reused, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5})
 
 
 def test_what_drafts_did_is_summed_over_leaves_for_the_sample_and_over_everything_for_the_engine():
@@ -183,16 +193,17 @@ def test_what_drafts_did_is_summed_over_leaves_for_the_sample_and_over_everythin
                                 "accepted_tokens": 7})]
 
 
-def logged(leaves, cause):
+def logged(leaves, cause, session=None):
     rows = []
     worker = Worker.__new__(Worker)  # without its engine
     worker._rank, worker._log = 4, SimpleNamespace(row=lambda table, **values: rows.append((table, values)))
-    worker._log_trajectory(2, 1, SimpleNamespace(name="t"), leaves, cause, 9.0)
+    worker._log_trajectory(2, 1, SimpleNamespace(name="t"), leaves, cause, 9.0, session)
     return rows
 
 
 def test_a_sample_is_one_row_with_the_sums_of_its_leaves_and_a_row_for_each_cause():
-    rows = logged([leaf(0, [0, 1, 1, 0, 1], [3, 3, 4], 2, 10, 4, 3, 3), leaf(1, [0, 0, 0, 1], [6], 1, 7, 2, 2, 1)], None)
+    rows = logged([leaf(0, [0, 1, 1, 0, 1], [3, 3, 4], 2, 10, 4, 3, 3), leaf(1, [0, 0, 0, 1], [6], 1, 7, 2, 2, 1)], None,
+                  SimpleNamespace(branched={"content": 2, "rewind": 1}, refused={"history:tools": 1}))
     assert rows[0] == ("trajectories", {
         "group_id": 2, "sample": 1, "task_id": "t", "rank": 4, "reward": 0.5, "leaves": 2, "turns": 3, "tokens": 9, "sampled_tokens": 4, "prompt_tokens": 17,
         "cached_tokens": 6, "cacheable_tokens": 5, "reused_tokens": 4, "moves": 1, "resumed_turns": 2, "abandoned_turns": 5, "engine_s": 3.0, "env_s": 1.5, "oldest_version": 3, "newest_version": 6,
