@@ -141,7 +141,8 @@ class Sandbox:
 
     @contextlib.asynccontextmanager
     async def opened(self, start_files: Path | None, limits: CommandLimits) -> AsyncIterator[Workspace]:
-        """A workspace for the length of a block, made without holding up the loop (tens of milliseconds, and the time to copy the files)."""
+        """A workspace for the length of a block, made and closed without holding up the loop (tens of milliseconds, the time to copy the files, and that of
+        processes to die)."""
         making = asyncio.ensure_future(asyncio.to_thread(self.workspace, start_files, limits))
         try:
             workspace = await asyncio.shield(making)
@@ -151,7 +152,7 @@ class Sandbox:
         try:
             yield workspace
         finally:
-            workspace.close()
+            await asyncio.shield(asyncio.to_thread(workspace.close))
 
     async def check(self) -> None:
         """Run one harmless command. Raises EnvironmentFault when this machine cannot confine commands, with what to do."""
@@ -161,7 +162,7 @@ class Sandbox:
         if missing:
             raise EnvironmentFault(f"sandbox: {', '.join(missing)} not found", f"{self.kind}, util-linux and bash on every rollout node",
                                    "install them (Debian/Ubuntu: apt-get install bubblewrap util-linux bash)")
-        with self.workspace(None, CommandLimits(disk_mb=1)) as ws:
+        async with self.opened(None, CommandLimits(disk_mb=1)) as ws:
             result = await self._run("echo ready > f && cat f", ws, CommandLimits(), _NOTHING, _NOTHING, _NO_ENV, False)
         if result.output != "ready\n":
             raise EnvironmentFault(f"sandbox: a trial command gave {result.output!r} (exit {result.exit_code})", "'ready'",

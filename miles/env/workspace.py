@@ -32,6 +32,7 @@ from miles.env.backends import APP
 
 DISK_MB = 256
 FIND_S = 5.0
+CLOSE_S = 10.0  # how long the namespace may take to end, and again when it is killed
 INODES_PER_MB = 128
 PREFIX = "miles-env-"
 _DYNAMIC_IDS = range(61184, 65520)  # systemd's range of ids without an account (systemd.io/UIDS-GIDS), mapped also in rootless containers
@@ -142,13 +143,17 @@ class Workspace:
     def close(self) -> None:
         if self._holder is not None:
             self._holder.stdin.close()  # `cat` ends; the kernel kills and awaits everything in its pid namespace; then unshare ends
-            try:
-                self._holder.wait(10)
-            except subprocess.TimeoutExpired:
-                os.killpg(self._holder.pid, signal.SIGKILL)
-                self._holder.wait()
             self._holder.stdout.close()
             self._holder.stderr.close()
+            try:
+                self._holder.wait(CLOSE_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(self._holder.pid, signal.SIGKILL)
+                try:
+                    self._holder.wait(CLOSE_S)
+                except subprocess.TimeoutExpired as e:
+                    raise EnvironmentFault(f"sandbox: {self._holder.pid}, which holds a workspace's namespace, lives {CLOSE_S:g} s after SIGKILL", "it to end",
+                                           "look for processes in uninterruptible sleep (file system)") from e
         elif hasattr(self, "root"):
             remove(self.root)
 

@@ -130,6 +130,17 @@ def test_a_workspace_that_is_being_made_when_its_user_is_cancelled_is_closed():
 # ---- refusals ----
 
 
+def test_a_namespace_that_does_not_end_is_a_fault_after_a_while(monkeypatch):
+    monkeypatch.setattr(workspace_module, "CLOSE_S", 0.1)
+    ws = Workspace()
+    os.kill(ws._holder.pid, signal.SIGSTOP)  # its child ends, and nobody hears of it
+    monkeypatch.setattr(workspace_module.os, "killpg", lambda *_: None)
+    with pytest.raises(EnvironmentFault, match="lives 0.1 s after SIGKILL"):
+        ws.close()
+    os.kill(ws._holder.pid, signal.SIGKILL)
+    ws._holder.wait(10)
+
+
 def test_a_machine_that_makes_no_namespaces_is_a_fault_that_says_what_to_look_at(monkeypatch):
     monkeypatch.setattr(workspace_module, "_HOLD", "echo 'unshare: Operation not permitted' >&2; exit 1")
     with pytest.raises(EnvironmentFault, match=r"Operation not permitted[\s\S]*max_user_namespaces"):

@@ -1,6 +1,7 @@
 """The agent loop with scripted models: what the model is shown, when an episode ends, how it is rewarded, what is a fault."""
 
 import asyncio
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 from miles.config import load_config, load_site
 from miles.core import EnvironmentFault
 from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode
-from miles.env.terminal import parse_reply
+from miles.env.terminal import parse_reply, shared_sandbox
+from miles.env.workspace import Workspace
 from tests.env.boxes import alive, wait_for
 
 LIMITS = EpisodeLimits(max_turns=4, deadline_s=30.0, command=CommandLimits(wall_s=2.0, output_chars=40))
@@ -230,6 +232,28 @@ def test_many_episodes_run_at_once(make_task):
         return await asyncio.gather(*(run_episode(task, Script("echo hello > out.txt", "DONE"), LIMITS) for _ in range(24)))
 
     assert [e.reward for e in asyncio.run(all_of_them())] == [1.0] * 24
+
+
+@pytest.mark.parametrize("slow", ["make_room", "drop_traps", "close"])
+def test_what_takes_its_time_with_a_workspace_does_not_hold_up_other_episodes(make_task, monkeypatch, slow):
+    asyncio.run(shared_sandbox(LIMITS).check())
+    real, began, ended = getattr(Workspace, slow), [], []
+
+    def slowly(self):
+        began.append(time.monotonic())
+        time.sleep(1.0)
+        real(self)
+        ended.append(time.monotonic())
+
+    async def beside():
+        playing, ticks = asyncio.ensure_future(run_episode(make_task(), Script("DONE"), LIMITS)), []
+        while not playing.done():
+            ticks.append(time.monotonic())
+            await asyncio.sleep(0.01)
+        return [t for t in ticks if began[0] < t < ended[0]]
+
+    monkeypatch.setattr(Workspace, slow, slowly)
+    assert len(asyncio.run(beside())) > 10
 
 
 def test_limits_come_from_the_configuration():
