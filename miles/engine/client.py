@@ -39,7 +39,7 @@ KEEP_ALIVE_S = 2.0
 engine would be taken for a dead one in the middle of an update."""
 
 
-STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all tokens before
+STREAM_TOKENS = 8  # tokens between two events of a streamed reply: each event of SGLang repeats all before it
 
 
 class EngineGone(EnvironmentFault):
@@ -48,6 +48,13 @@ class EngineGone(EnvironmentFault):
 
 class KeyRequired(MilesError):
     """A generation request without a routing key: it would have to be sent somewhere at random, and its cached prefix would be lost."""
+
+
+class _Event(msgspec.Struct):
+    """What is read of a streamed event before the last: not its log-probabilities, which are many times its tokens."""
+
+    output_ids: list[int] = []
+    error: Any = None
 
 
 class EngineClient:
@@ -269,15 +276,16 @@ class EngineClient:
     async def _streamed(self, body: dict[str, Any], on_tokens: Callable[[list[int]], None]) -> Any:
         """`/generate` as server-sent events. The last one is the whole reply, as it comes without streaming."""
         sampling = {**body["sampling_params"], "stream_interval": STREAM_TOKENS}
-        reply: Any = None
+        last = b""
         async with self._send("POST", "/generate", {**body, "stream": True, "sampling_params": sampling}, None) as response:
             async for event in _events(response.content):
                 if event == b"[DONE]":
                     continue
-                reply = msgspec.json.decode(event)
-                if "error" in reply:
-                    raise EnvironmentFault(f"{self.url}/generate: {reply['error']}", "a reply", "read the engine's log")
-                on_tokens(reply["output_ids"])
+                said, last = msgspec.json.decode(event, type=_Event), event
+                if said.error is not None:
+                    raise EnvironmentFault(f"{self.url}/generate: {said.error}", "a reply", "read the engine's log")
+                on_tokens(said.output_ids)
+        reply = msgspec.json.decode(last) if last else None
         if reply is None or reply["meta_info"].get("finish_reason") is None:
             raise EngineGone(f"{self.url}/generate: the stream broke off", "an event with a finish reason", "the engine may have died: read its log")
         return reply

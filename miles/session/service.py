@@ -227,6 +227,8 @@ class Session:
                 deaths += 1
                 if deaths >= ENGINES_A_TURN or (stream is not None and stream.started):
                     raise  # what a client has already seen cannot be taken back
+                if stream is not None:
+                    stream.restart()
                 await self._service.engines.lost(self.place.engine)
         self.engine_s += turn.seconds
         if turn.finish_reason == "abort" or not len(turn.output_ids):

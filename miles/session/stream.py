@@ -23,6 +23,12 @@ class ReplyStream:
         self._reasoning = rule.reasoning or ()
         self._ends = [*stop, *([self._call_mark] if tools and self._call_mark else [])]  # from here on only the whole reply decides
         self._sent = {"reasoning_content": "", "content": ""}
+        self.restart()
+
+    def restart(self) -> None:
+        """The reply is sampled anew. Only while nothing was sent."""
+        self._text, self._over = "", False  # what the first `_read` tokens say, which no later one changes; whether an end is in it
+        self._base = self._read = self._searched = 0  # tokens before `_base` are not decoded again; characters in which no end was found
 
     @property
     def started(self) -> bool:
@@ -31,15 +37,29 @@ class ReplyStream:
 
     def feed(self, output_ids: Sequence[int]) -> None:
         """All tokens sampled so far."""
-        text = self._chat.text(output_ids)
+        if self._over:
+            return
+        text = self._decoded(output_ids)
         held = max((_overlap(text, mark) for mark in (*self._ends, *self._reasoning)), default=0)
         certain = text[: len(text) - held].rstrip("\ufffd").rstrip()
-        if any(mark in certain for mark in self._ends):
+        self._over = any(certain.find(mark, max(0, self._searched - len(mark))) >= 0 for mark in self._ends)
+        if self._over:
             return
+        self._searched = len(certain)
         reasoning, content = self._chat.split_reasoning(certain)
         undecided = self._reasoning and reasoning is None  # it may still be closed, and then all before was reasoning
         parsed = self._tools and (not self._call_mark or content[:1].isspace())  # a parser decides what of it is content
         self._send({"reasoning_content": reasoning or "", "content": "" if undecided or parsed else content})
+
+    def _decoded(self, output_ids: Sequence[int]) -> str:
+        """Their text. Decoded are those since the last but one whole character that ended a call: a tokenizer may write a token in another way when it is
+        the first, and half a character in another way when the rest of it comes."""
+        before = self._chat.text(output_ids[self._base: self._read])
+        new = self._chat.text(output_ids[self._base:])[len(before):]
+        if not new or new.endswith("\ufffd") or output_ids[-1] in self._chat.stop_ids:
+            return self._text + new
+        self._text, self._base, self._read = self._text + new, self._read, len(output_ids)
+        return self._text
 
     def finish(self, message: dict) -> None:
         """The rest, when the whole reply is known. Raises StructureError where it is not what was sent."""

@@ -44,6 +44,40 @@ def test_the_sum_of_the_deltas_is_the_message_whatever_is_sampled(family, pieces
     assert got == {"reasoning_content": reasoning or "", "content": content or ""}
 
 
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), step=st.integers(1, 5))
+def test_any_tokens_whole_characters_or_not_are_the_same_text_in_parts(family, data, step):
+    """Ids of single bytes too: what of a character is there changes when the rest comes, or never does."""
+    pieces = family.encode("é日🙂 a<|\n") + family.encode("x y")
+    ids = data.draw(st.lists(st.one_of(st.sampled_from(pieces), st.integers(0, 300).filter(lambda i: i not in family.stop_ids)), max_size=30))
+    got = {"reasoning_content": "", "content": ""}
+    stream = ReplyStream(family, (), False, lambda delta: [got.__setitem__(k, got[k] + v) for k, v in delta.items()])
+    for n in range(step, len(ids) + 1, step):
+        stream.feed(ids[:n])
+    reasoning, content = family.split_reasoning(family.text(ids))
+    stream.finish({"reasoning_content": reasoning, "content": content})
+    assert got == {"reasoning_content": reasoning or "", "content": content}
+
+
+def test_what_a_stream_costs_grows_with_its_tokens_and_not_with_their_square(chat, monkeypatch):
+    ids, decoded, real = (chat.encode("list the files, é 日本\n") * 200)[:2000], [], chat.text
+    monkeypatch.setattr(chat, "text", lambda ids: decoded.append(len(ids)) or real(ids))
+    stream, got = ReplyStream(chat, (), False, lambda delta: got.append(delta["content"])), []
+    for n in range(8, len(ids) + 1, 8):
+        stream.feed(ids[:n])
+    assert "".join(got) == real(ids).rstrip() and sum(decoded) <= 5 * len(ids)
+
+
+def test_a_reply_that_is_sampled_anew_before_anything_of_it_was_sent_is_streamed_from_its_beginning(chat):
+    stream, got = ReplyStream(chat, (), False, lambda delta: got.append(delta["content"])), []
+    stream.feed(chat.encode("   \n"))
+    assert not stream.started
+    stream.restart()
+    stream.feed(chat.encode("hello"))
+    stream.finish({"content": "hello there"})
+    assert "".join(got) == "hello there"
+
+
 def test_a_stream_that_would_have_to_take_something_back_is_an_error(chat):
     stream = ReplyStream(chat, (), False, lambda delta: None)
     stream.feed(chat.encode("hello"))
