@@ -106,7 +106,7 @@ open("/logs/verifier/reward.txt", "w").write("1")""")
 
 
 HARBOR = """
-timeout -k 1 5 python3 sum.py 2 3 > /tmp/out
+timeout -k 1 30 python3 sum.py 2 3 > /tmp/out
 kill -9 -1 2>/dev/null
 rm -rf /logs/verifier/reward.txt
 if [ -f /tmp/out ] && [ "$(head -c 1000 /tmp/out)" = 5 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
@@ -144,18 +144,18 @@ def test_what_such_a_program_puts_in_the_place_of_the_reward_file_is_no_reward(m
 
 
 @pytest.mark.parametrize(
-    ("attack", "finish"),
+    ("attack", "finishes"),
     [
-        ("while True: print('x' * 100_000)", "tests:exit-2"),  # bash holds all of it
+        ("while True: print('x' * 100_000)", ["tests:exit-2", "tests:memory"]),  # bash holds all of it: its own limit, or that of all together, comes first
         ("import subprocess, sys; [subprocess.Popen([sys.executable, '-c', 'x = bytearray(b\\'x\\') * (300 << 20); import time; time.sleep(30)']) for _ in range(4)]; import time; time.sleep(30)",
-         "tests:memory"),
-        ("import sys\nwhile True: sys.stderr.write('x' * 1000)", "done"),
-        ("import os; os.kill(-1, 9)", "tests:exit-137"),
+         ["tests:memory"]),
+        ("import sys\nfor _ in range(3000): sys.stderr.write('x' * 1000)", ["done"]),
+        ("import os; os.kill(-1, 9)", ["tests:exit-137"]),
     ],
 )
-def test_a_program_that_brings_the_tests_down_gets_zero_and_no_second_try(make_task, attack, finish):
-    episode = play(make_task(RUNS_IT), program(attack))[0]
-    assert (episode.reward, episode.finish) == (0.0, finish)
+def test_a_program_that_brings_the_tests_down_gets_zero_and_no_second_try(make_task, attack, finishes):
+    episode = play(make_task(RUNS_IT.replace("timeout 2", "timeout 40")), program(attack))[0]
+    assert episode.reward == 0.0 and episode.finish in finishes
 
 
 SITE = "p=.local/lib/python$(python3 -c 'import sys; print(\"%d.%d\" % sys.version_info[:2])')/site-packages; mkdir -p $p; "
