@@ -33,7 +33,7 @@ async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> i
     worker = Worker(run, rank, epoch, attempt, tasks, log, lambda message: world.post(0, message), receiver)
     leader = None
     if world.leader:
-        leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, list(tasks), WeightStore(run).newest)
+        leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, {t.name: t.verifier_timeout_s for t in tasks.values()}, WeightStore(run).newest)
     settle_collector()
     life = asyncio.create_task(worker.run())
     while not life.done():

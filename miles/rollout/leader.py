@@ -1,6 +1,6 @@
 """Rank 0 of the rollout world: reads the schedule's actions and carries them out.
 
-    loop:  poll journals  ->  scheduler.actions()  ->  journal / seal / assign  ->  log the queue
+    loop:  poll journals  ->  scheduler.expire()  ->  scheduler.actions()  ->  journal / seal / assign  ->  log the queue
 
 All messages are small: assignments go out, endings and engine states come in. Trajectories never pass through here.
 """
@@ -18,35 +18,42 @@ from miles.config import MilesConfig
 from miles.core import Role
 from miles.log import RunLog
 from miles.rollout.pools import Pools
-from miles.rollout.scheduler import Assign, Drop, Rules, Scheduler, Seal, Start
+from miles.rollout.scheduler import OVERDUE, Assign, Drop, Rules, Scheduler, Seal, Start
+from miles.rollout.worker import log_lost
 from miles.rundir import POOL_RANKS, RunDir
 
 LOOK_S = 1.0  # how often files are looked at without a wake-up
 LOADS_S = 5.0  # how often all ranks are told how busy the engines are
+SILENT_S = 60.0  # ranks say that their engine lives every second, but for the time that a new version takes them
+SLACK_S = 300.0  # what a sample may take beside its turns and its tests: a sandbox that is made, a slow disk
 
 
-def rules_from_config(c: MilesConfig) -> Rules:
+def rules_from_config(c: MilesConfig, tests_s: float) -> Rules:
+    """`tests_s`: the longest limit of a task's tests, seconds."""
     return Rules(
         in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
         total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
         groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
         retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", ordered=c.buffer.order == "index", seed=c.run.seed,
+        sample_s=c.rollout.deadline_s + c.tasks.command_timeout_s + tests_s + SLACK_S, silent_s=SILENT_S,
     )
 
 
 class Leader:
     """Owns the scheduler, the rollout journal and the link to the trainer."""
 
-    def __init__(self, run: RunDir, epoch: int, world: World, log: RunLog, tasks: list[str], newest_version: Callable[[], int | None]):
+    def __init__(self, run: RunDir, epoch: int, world: World, log: RunLog, tasks: dict[str, float], newest_version: Callable[[], int | None]):
+        """`tasks`: name -> limit of its tests, seconds."""
         self._run, self._world, self._log, self._newest_version = run, world, log, newest_version
         self._view = BufferView(run)
         self._view.poll()
         self._writer = BufferWriter(run, epoch)
         parts = self._writer.finished_parts([g.group_id for g in self._view.state.with_status(Status.OPEN)])
-        self._scheduler = Scheduler(rules_from_config(run.config), tasks, self._view.state, parts)
+        self._scheduler = Scheduler(rules_from_config(run.config, max(tasks.values())), list(tasks), self._view.state, parts)
         self._pools = Pools(run, epoch, self._scheduler, self._writer, log)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
+        self._ticked, self._listened = time.monotonic(), 0.0
         self._version = -1  # newest published
         self._shared, self._over = run.config.cluster.placement == "shared", -1
         self._urls: dict[int, str] = {}  # rank -> its living engine
@@ -59,7 +66,7 @@ class Leader:
             case "up":
                 self._scheduler.engine_up(rank, message["version"])
                 for group, sample, engine in message["moved"]:
-                    self._scheduler.moved(group, sample, engine)
+                    self._scheduler.moved(group, sample, engine, by=rank)
                 self._urls[rank] = message["url"]
             case "held":
                 useless = [(group, sample) for group, sample, turns in message["samples"] if not self._scheduler.held(rank, group, sample, turns)]
@@ -69,7 +76,7 @@ class Leader:
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)
             case "finished":
-                self._scheduler.finished(message["group"], message["sample"], message["cause"])
+                self._scheduler.finished(message["group"], message["sample"], message["cause"], by=rank)
 
     async def tick(self) -> None:
         """One turn of the loop. Called every few milliseconds; cheap when nothing happened."""
@@ -77,6 +84,7 @@ class Leader:
         if self._link.woken() or time.monotonic() - self._looked > LOOK_S:
             self._look()
         self._pools.tick()
+        self._expire()
         for action in self._scheduler.actions():
             await self._carry_out(action)
         if self._shared and self._scheduler.turn_over() != self._over:
@@ -84,6 +92,17 @@ class Leader:
         self._tell_engines()
         if time.monotonic() - self._logged > 1.0:
             self._log_queue()
+
+    def _expire(self) -> None:
+        """A leader that was itself stopped, or waited for a file system, has not listened: that is not the silence of others."""
+        now = time.monotonic()
+        self._listened += min(now - self._ticked, 1.0)
+        self._ticked = now
+        for o in self._scheduler.expire(self._listened):
+            print(f"g{o.group_id}s{o.sample} {o.task_id}: no answer from rank {o.rank} in {self._scheduler.rules.sample_s:.0f} s; it has failed there", flush=True)
+            log_lost(self._log, o.group_id, o.sample, o.task_id, o.rank, OVERDUE)
+            if o.rank >= POOL_RANKS:
+                self._pools.give_up(o)
 
     def _look(self) -> None:
         self._looked = time.monotonic()

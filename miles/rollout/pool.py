@@ -8,6 +8,7 @@ by its journal growing, on a clock of its own: clocks of two hosts are never com
 
     in    {"kind": "beat"}
           {"kind": "assign", "number": "3.17", "rank": 1001, "message": {...}}     `message` is what a rank of the run's own job would get
+          {"kind": "over", "number": "3.17"}                                       it was not answered in time, and is not this pool's any more
           {"kind": "order", "rank": 1001, "message": {...}}                        the same for all other messages
     out   {"kind": "beat"}
           {"kind": "up", "rank": 1001, "version": 4, "url": ..., "moved": [[group, sample, rank], ...]}
@@ -56,6 +57,8 @@ class PoolState:
             case "assign":
                 m = record["message"]
                 self.running[record["number"]] = Assigned(m["group"], m["sample"], m["task"], record["rank"])
+            case "over":
+                self.running.pop(record["number"], None)
             case "up":
                 self.engines[record["rank"]] = record
             case "down":

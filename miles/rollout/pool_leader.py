@@ -49,7 +49,11 @@ class PoolLeader:
                 self._said.pop(rank, None)
                 self._records.append({"kind": "down", "rank": rank})
             case "finished":
-                _, numbers = self._running.pop((message["group"], message["sample"]))
+                sample = (message["group"], message["sample"])
+                player, numbers = self._running.get(sample, (None, []))
+                if player != rank:
+                    return  # it was overdue
+                del self._running[sample]
                 self._records.append({"kind": "finished", "numbers": numbers, "cause": message["cause"]})
 
     async def tick(self) -> None:
@@ -74,6 +78,8 @@ class PoolLeader:
             self._heard = now
             if record["kind"] == "assign":
                 self._start(record)
+            elif record["kind"] == "over":
+                self._give_up(record["number"])
             elif record["kind"] == "order":
                 self._world.post(record["rank"] - self._pool.first_rank, record["message"])
         wait = self._pool.config.rollout.pool_wait_s
@@ -90,6 +96,15 @@ class PoolLeader:
             return
         self._running[sample] = (rank, [record["number"]])
         self._world.post(rank - self._pool.first_rank, message)
+
+    def _give_up(self, number: str) -> None:
+        """The sample may be given to any rank again. Its engine is announced anew when the rank, which may be frozen, says that it lives."""
+        for sample, (rank, numbers) in list(self._running.items()):
+            if number in numbers:
+                numbers.remove(number)
+                self._said.pop(rank, None)
+                if not numbers:
+                    del self._running[sample]
 
     def _tell_engines(self) -> None:
         if self._world.size > 1:

@@ -20,8 +20,8 @@ from miles.buffer import BufferWriter
 from miles.core import EnvironmentFault, Role
 from miles.log import RunLog
 from miles.rollout.pool import BEAT_S, OUT, POLL_S, Assigned, in_name, read_state
-from miles.rollout.scheduler import Scheduler
-from miles.rollout.worker import sample_figures
+from miles.rollout.scheduler import Overdue, Scheduler
+from miles.rollout.worker import log_lost
 from miles.rundir import POOL_RANKS, JournalWriter, PoolDir, RunDir
 
 SCAN_S = 2.0  # how often the folder of pools is listed
@@ -58,6 +58,15 @@ class Pools:
         record = {"kind": "assign", "number": f"{self._epoch}.{next(self._numbers)}", "rank": rank, "message": message}
         member.state.apply(record)
         member.unwritten.append(record)
+
+    def give_up(self, late: Overdue) -> None:
+        """A sample that a pool's rank has not answered in time is not its any more."""
+        if (member := self._members.get(late.rank // POOL_RANKS)) is None:
+            return
+        for number in [n for n, a in member.state.running.items() if (a.group, a.sample, a.rank) == (late.group_id, late.sample, late.rank)]:
+            record = {"kind": "over", "number": number}
+            member.state.apply(record)
+            member.unwritten.append(record)
 
     def tick(self) -> None:
         """Called every few milliseconds."""
@@ -100,7 +109,7 @@ class Pools:
         self._writer.follow(pool.pool, epoch)  # after its journals were read: the part of a sample that they call finished is seen
         for a in member.state.done:
             if self._adopt(pool, a):
-                self._scheduler.finished(a.group, a.sample)
+                self._scheduler.finished(a.group, a.sample, by=a.rank)
         adopted = [self._adopt(pool, a) for a in member.state.running.values()]
         self._hear_of_held(member)
         print(f"pool {pool.pool} joins with epoch {epoch}: {pool.config.cluster.rollout.ranks} ranks, {pool.facts.in_flight} in flight, "
@@ -122,11 +131,10 @@ class Pools:
         lost = 0
         for a in member.state.running.values():
             if self._writer.has_part(a.group, a.sample):
-                self._scheduler.finished(a.group, a.sample)
-            else:
+                self._scheduler.finished(a.group, a.sample, by=a.rank)
+            elif self._scheduler.released(a.group, a.sample, a.rank):
                 lost += 1
-                self._scheduler.released(a.group, a.sample, a.rank)
-                self._log_lost(a)
+                log_lost(self._log, a.group, a.sample, a.task, a.rank, "retried:pool")
         print(f"pool {pool.pool} of epoch {member.epoch} is over: {why}; {lost} samples are started again", flush=True)
 
     # -- a pool's journals ---------------------------------------------------------------------------------------------------
@@ -149,7 +157,7 @@ class Pools:
             elif record["kind"] == "up" and member.living:
                 self._up(member.pool, record)
             for a in ended:
-                self._scheduler.finished(a.group, a.sample, record["cause"])
+                self._scheduler.finished(a.group, a.sample, record["cause"], by=a.rank)
         self._hear_of_held(member)
         if not member.living:
             member.living = True
@@ -168,7 +176,7 @@ class Pools:
     def _up(self, pool: PoolDir, record: dict[str, Any]) -> None:
         self._scheduler.engine_up(record["rank"], record["version"], pool.slots(record["rank"] - pool.first_rank))
         for group, sample, rank in record["moved"]:
-            self._scheduler.moved(group, sample, rank)
+            self._scheduler.moved(group, sample, rank, by=record["rank"])
 
     def _write(self, member: _Member, now: float) -> None:
         if now - member.beat_at > BEAT_S:
@@ -177,8 +185,3 @@ class Pools:
             self._run.check_epoch(Role.ROLLOUT, self._epoch)
             member.orders.append(*member.unwritten)
             member.unwritten, member.beat_at = [], now
-
-    def _log_lost(self, a: Assigned) -> None:
-        """A row as its rank would have written it."""
-        self._log.row("trajectories", group_id=a.group, sample=a.sample, task_id=a.task, rank=a.rank, **sample_figures(()), seconds=float("nan"),
-                      status="retried:pool")

@@ -1,4 +1,4 @@
-"""The rollout schedule as a pure state machine: events in, actions out. No clock, no process, no file.
+"""The rollout schedule as a pure state machine: events in, actions out. No process, no file, and no clock but what `expire` is told.
 
 Events are method calls (`engine_up`, `finished`, ...); `actions()` then returns what to do now and assumes that it is done. Every
 decision of the rollout side is here:
@@ -7,12 +7,14 @@ decision of the rollout side is here:
 - a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns; an
   engine of a pool brings slots of its own, and has no more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
-- a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left.
+- a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left;
+- a sample without an answer for too long has failed. Its rank, and one that says nothing at all, gets no new samples until it speaks again.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -77,6 +79,21 @@ class Rules:
     retry_filtered: bool = False
     ordered: bool = False  # groups are trained in the order of their prompts
     seed: int = 0
+    sample_s: float = math.inf  # a sample without an answer for this long is overdue
+    silent_s: float = math.inf  # an engine of the run of which nothing was heard for this long gets no new samples
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A sample that its rank has not answered in time."""
+
+    group_id: int
+    sample: int
+    task_id: str
+    rank: int
+
+
+OVERDUE = "retried:overdue"
 
 
 @dataclass
@@ -87,6 +104,16 @@ class _Open:
     done: set[int] = field(default_factory=set)
     lost: dict[int, str] = field(default_factory=dict)  # sample -> cause
     tries: dict[int, int] = field(default_factory=dict)
+    late: dict[int, int] = field(default_factory=dict)  # sample -> rank with which it was overdue last
+
+
+@dataclass
+class _Run:
+    """A sample that runs."""
+
+    player: int  # the rank that it was given to, whose answer counts
+    engine: int  # the rank whose engine serves it
+    overdue_at: float
 
 
 class Scheduler:
@@ -96,7 +123,7 @@ class Scheduler:
         self.rules, self._tasks, self._state = rules, list(tasks), state
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
-        self._running: dict[Sample, int] = {}  # sample -> rank
+        self._running: dict[Sample, _Run] = {}
         self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
         self._active: Counter[int] = Counter()  # rank -> how many of them
         self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
@@ -104,6 +131,8 @@ class Scheduler:
         self._sealed: set[int] = set()  # sealed by an action, not yet ready in the journal
         self._engines: dict[int, int] = {}  # living rank -> version it serves
         self._slots: dict[int, int] = {}  # rank of a pool -> most trajectories it may have at once
+        self._now = 0.0
+        self._heard: dict[int, float] = {}  # rank -> when its engine was last said to live
         self._newest_version = -1
         self._over = -1  # the version whose turn on shared GPUs has ended
         self._next_id = state.next_group_id()
@@ -122,6 +151,7 @@ class Scheduler:
         elif rank not in self._engines:
             self._load(rank, 0)
         self._engines[rank] = version
+        self._heard[rank] = self._now
         self._newest_version = max(self._newest_version, version)
 
     def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
@@ -135,12 +165,12 @@ class Scheduler:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
 
-    def moved(self, group_id: int, sample: int, rank: int) -> None:
-        """A running sample, whose own engine died, is served by that of `rank` now."""
-        if (group_id, sample) in self._running:
-            self._load(self._running[group_id, sample], -1)
+    def moved(self, group_id: int, sample: int, rank: int, by: int | None = None) -> None:
+        """A running sample, whose own engine died, is served by that of `rank` now. `by`: as of `finished`."""
+        if (run := self._run(group_id, sample, by)) is not None:
+            self._load(run.engine, -1)
             self._load(rank, +1)
-            self._running[group_id, sample] = rank
+            run.engine = rank
 
     def adopt(self, group_id: int, sample: int, rank: int, slots: int) -> bool:
         """A sample that waits here was given to a pool's rank by an earlier leader. False: it does not wait, it has ended or runs elsewhere."""
@@ -148,26 +178,31 @@ class Scheduler:
             return False
         self._slots[rank] = slots
         self._waiting.remove((group_id, sample))
-        self._running[group_id, sample] = rank
-        self._load(rank, +1)
+        self._begin((group_id, sample), rank)
         return True
 
-    def released(self, group_id: int, sample: int, rank: int) -> None:
+    def released(self, group_id: int, sample: int, rank: int) -> bool:
         """A running sample that `rank` played was given up with its pool, through no fault of its own: it is the next to be started, and that counts as no
-        retry. The turns that it had are on disk."""
-        if (engine := self._running.pop((group_id, sample), None)) is not None:
-            self._load(engine, -1)
-            if group_id in self._open:
-                self._waiting.appendleft((group_id, sample))
-                self.held(rank, group_id, sample, turns=0)
+        retry. The turns that it had are on disk. False: it does not play it any more."""
+        if (run := self._run(group_id, sample, rank)) is None:
+            return False
+        del self._running[group_id, sample]
+        self._load(run.engine, -1)
+        if group_id in self._open:
+            self._waiting.appendleft((group_id, sample))
+            self.held(rank, group_id, sample, turns=0)
+        return True
 
     def version_published(self, version: int) -> None:
         self._newest_version = max(self._newest_version, version)
 
-    def finished(self, group_id: int, sample: int, cause: str | None = None) -> None:
-        """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`."""
-        if (rank := self._running.pop((group_id, sample), None)) is not None:
-            self._load(rank, -1)
+    def finished(self, group_id: int, sample: int, cause: str | None = None, by: int | None = None) -> None:
+        """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`. `by`: the rank that says so; of one that does not play the
+        sample any more it is not heard: the sample was overdue, and who has it now answers for it. None: whoever plays it."""
+        if (run := self._run(group_id, sample, by)) is None:
+            return
+        del self._running[group_id, sample]
+        self._load(run.engine, -1)
         group = self._open.get(group_id)
         if group is None:
             return
@@ -180,6 +215,19 @@ class Scheduler:
             else:
                 group.lost[sample] = cause
         self._note_complete(group_id)
+
+    def expire(self, now: float) -> list[Overdue]:
+        """It is `now` (seconds of any clock that only rises): samples without an answer for `sample_s` have failed. What the ranks that were given them say of
+        them from now on is not heard, and a part that comes late is one more of the same sample, or of a closed group. Call it every second or so."""
+        self._now = now
+        for rank in [r for r in self._engines if r not in self._slots and now - self._heard[r] >= self.rules.silent_s]:
+            self.engine_down(rank)
+        late = [Overdue(group_id, sample, self._open[group_id].task_id, run.player) for (group_id, sample), run in self._running.items() if now >= run.overdue_at]
+        for o in late:
+            self.engine_down(o.rank)
+            self._open[o.group_id].late[o.sample] = o.rank
+            self.finished(o.group_id, o.sample, OVERDUE)
+        return late
 
     def end_turn(self) -> None:
         """Shared GPUs: nothing more is started with the newest version, whatever is missing (the job is about to end)."""
@@ -212,7 +260,7 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
-        while self._newest_version > self._over and (rank := self._next_rank()) is not None:
+        while self._newest_version > self._over and self._next_rank() is not None:
             if not self._waiting:
                 start = self._next_start()
                 if start is None:
@@ -220,9 +268,8 @@ class Scheduler:
                 yield start
             group_id, sample = self._waiting.popleft()
             _, held_by = self._held.pop((group_id, sample), (0, None))
-            rank = held_by if held_by in self._engines and self._may_have_more(held_by) else rank
-            self._running[group_id, sample] = rank
-            self._load(rank, +1)
+            rank = self._rank_for((group_id, sample), held_by)
+            self._begin((group_id, sample), rank)
             yield Assign(group_id, sample, self._open[group_id].task_id, rank, held_by)
 
     def _next_start(self) -> Start | None:
@@ -269,6 +316,23 @@ class Scheduler:
         """The dropped group whose prompt is sampled again next, if any."""
         stale = self._state.to_retry("stale") if self.rules.retry_stale else None
         return stale or (self._state.to_retry("filter") if self.rules.retry_filtered else None)
+
+    def _rank_for(self, sample: Sample, held_by: int | None) -> int:
+        """The rank that a sample goes to, where `_next_rank` has one: that which has its turns, or the emptiest, but another than it was overdue with."""
+        if held_by in self._engines and self._may_have_more(held_by):
+            return held_by
+        rank, late = self._next_rank(), self._open[sample[0]].late.get(sample[1])
+        others = [r for r in self._engines if r != late and self._may_have_more(r)] if rank == late else []
+        return min(others, key=lambda r: (self._active[r], r), default=rank)
+
+    def _begin(self, sample: Sample, rank: int) -> None:
+        self._running[sample] = _Run(rank, rank, self._now + self.rules.sample_s)
+        self._load(rank, +1)
+
+    def _run(self, group_id: int, sample: int, player: int | None) -> _Run | None:
+        """A running sample, if this rank plays it (None: whichever does)."""
+        run = self._running.get((group_id, sample))
+        return run if run is not None and player in (None, run.player) else None
 
     def _next_rank(self) -> int | None:
         """The living rank with the fewest active trajectories among those that may have one more, of equals the first."""

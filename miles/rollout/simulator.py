@@ -4,7 +4,8 @@ Drives the very `Scheduler`, `BufferState` and choice of groups (`miles.buffer.c
 
 - an engine gives each of its n running trajectories `speed(n)` of its work per second, and holds them for `pause_s` at each new version;
 - a trajectory is an amount of work, in seconds at speed 1, drawn from `work`;
-- a step takes `train_s`; its weights reach every engine `publish_s` later.
+- a step takes `train_s`; its weights reach every engine `publish_s` later;
+- from `frozen` on an engine's rank says nothing and what it runs never ends.
 
 Use it to see what a schedule would do with more engines than there are, or other lengths, before asking for the nodes.
 """
@@ -13,8 +14,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from miles.buffer import BufferState, choose
@@ -33,6 +35,7 @@ class Cluster:
     pause_s: float = 0.0
     groups_per_step: int = 4
     max_staleness: int = 4
+    frozen: Mapping[int, float] = field(default_factory=dict)  # rank -> from when on it answers nothing
 
 
 @dataclass
@@ -45,6 +48,7 @@ class _Engine:
     paused_until: float = 0.0
     running: list[tuple[float, int, tuple[int, int]]] = field(default_factory=list)  # heap of (done at which it ends, order, sample)
     event: int = 0  # only the newest planned end of an engine counts
+    frozen: bool = False
 
 
 @dataclass
@@ -56,6 +60,7 @@ class Outcome:
     in_flight: list[tuple[float, int]] = field(default_factory=list)  # (time, trajectories running from then on)
     last_start: float = 0.0  # when the last group was opened: from here on there is nothing to refill slots with
     stale_groups: int = 0
+    overdue: int = 0  # samples
     staleness: list[int] = field(default_factory=list)  # of trained groups
 
     def per_minute(self, skip: int = 0) -> float:
@@ -89,6 +94,8 @@ class Simulation:
     def run(self) -> Outcome:
         for rank in range(self._cluster.engines):
             self._scheduler.engine_up(rank, 0)
+        for rank, seconds in self._cluster.frozen.items():
+            self._after(seconds, lambda rank=rank: self._freeze(rank))
         steps = self._rules.total_groups // self._cluster.groups_per_step
         self._act()
         while len(self.outcome.step_ends) < steps:
@@ -102,6 +109,7 @@ class Simulation:
 
     # -- the rollout leader --------------------------------------------------------------------------------------------------
     def _act(self) -> None:
+        self.outcome.overdue += len(self._scheduler.expire(self._now))
         while actions := self._scheduler.actions():
             for action in actions:
                 match action:
@@ -120,6 +128,8 @@ class Simulation:
 
     # -- engines -------------------------------------------------------------------------------------------------------------
     def _begin(self, rank: int, sample: tuple[int, int]) -> None:
+        if math.isfinite(self._rules.sample_s):
+            self._after(self._rules.sample_s, lambda: None)  # looks for what is overdue
         engine = self._advance(rank)
         self._oldest[sample] = engine.version
         heapq.heappush(engine.running, (engine.done + self._cluster.work(self._rng), next(self._order), sample))
@@ -129,7 +139,7 @@ class Simulation:
         """Credit the work since the engine was last looked at."""
         engine = self._engines[rank]
         seconds = max(0.0, self._now - max(engine.at, engine.paused_until))
-        if engine.running:
+        if engine.running and not engine.frozen:
             engine.done += seconds * self._cluster.speed(len(engine.running))
         engine.at = self._now
         return engine
@@ -138,7 +148,7 @@ class Simulation:
         """Plan the end of the trajectory that ends first."""
         engine = self._engines[rank]
         engine.event += 1
-        if engine.running:
+        if engine.running and not engine.frozen:
             seconds = (engine.running[0][0] - engine.done) / self._cluster.speed(len(engine.running))
             self._after(max(0.0, engine.paused_until - self._now) + max(0.0, seconds), lambda event=engine.event: self._end(rank, event))
 
@@ -148,11 +158,15 @@ class Simulation:
             return
         self._advance(rank)
         _, _, (group, sample) = heapq.heappop(engine.running)
-        self._scheduler.finished(group, sample)
+        self._scheduler.finished(group, sample, by=rank)
+        self._plan(rank)
+
+    def _freeze(self, rank: int) -> None:
+        self._advance(rank).frozen = True
         self._plan(rank)
 
     def _update(self, version: int) -> None:
-        for rank in range(len(self._engines)):
+        for rank in (r for r, e in enumerate(self._engines) if not e.frozen):
             engine = self._advance(rank)
             engine.version, engine.paused_until = version, self._now + self._cluster.pause_s
             self._scheduler.engine_up(rank, version)

@@ -102,6 +102,7 @@ class Worker:
         self._former: list[EngineClient] = []  # of dead ones: a session may still be waiting for its answer
         self._samples: dict[str, tuple[int, int]] = {}  # session -> (group, sample) of the trajectories that run here
         self._running: set[asyncio.Task] = set()
+        self._playing: dict[tuple[int, int], asyncio.Task] = {}  # (group, sample) -> the newest trajectory of it
         self._look, self._stopping, self._failed = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self._fault: BaseException | None = None  # what ended a trajectory without an answer to the leader
         self._deaths = 0  # of its engine, in a row
@@ -110,17 +111,22 @@ class Worker:
 
     # -- what the message pump calls -----------------------------------------------------------------------------------------
     def assign(self, group: int, sample: int, task: str, held_by: int | None) -> None:
-        """Start one trajectory, or go on with it: `held_by` is the rank whose session file has its first turns."""
-        self._begin(self._trajectory(group, sample, self._tasks[task], held_by))
+        """Start one trajectory, or go on with it: `held_by` is the rank whose session file has its first turns. One of the same sample that still runs here
+        was overdue: it ends before, without an answer."""
+        key = (group, sample)
+        job = self._begin(self._trajectory(group, sample, self._tasks[task], held_by, self._playing.get(key)))
+        self._playing[key] = job
+        job.add_done_callback(lambda _: self._playing.pop(key) if self._playing[key] is job else None)
 
     def release(self, samples: Sequence[tuple[int, int]]) -> None:
         """Let go of held (group, sample) pairs: their parts are there, or their groups are closed."""
         self._begin(self._service.release([sample_name(*s) for s in samples]))
 
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None]) -> asyncio.Task:
         job = asyncio.create_task(work)
         self._running.add(job)
         job.add_done_callback(self._ended)
+        return job
 
     def _ended(self, job: asyncio.Task) -> None:
         self._running.discard(job)
@@ -260,7 +266,10 @@ class Worker:
         return self._process.alive and not self._stopping.is_set()
 
     # -- trajectories --------------------------------------------------------------------------------------------------------
-    async def _trajectory(self, group: int, sample: int, task: Task, held_by: int | None) -> None:
+    async def _trajectory(self, group: int, sample: int, task: Task, held_by: int | None, earlier: asyncio.Task | None) -> None:
+        if earlier is not None:
+            earlier.cancel()
+            await asyncio.wait({earlier})
         start, session, cause, leaves = time.monotonic(), None, None, []
         try:
             session = await self._open(group, sample, held_by)
@@ -332,6 +341,11 @@ class Worker:
 def draft_figures(drafts: Drafts) -> dict[str, int]:
     """Columns of the tables `trajectories` and `engine`."""
     return {"draft_passes": drafts.passes, "drafted_tokens": drafts.proposed, "accepted_tokens": drafts.accepted}
+
+
+def log_lost(log: RunLog, group: int, sample: int, task: str, rank: int, status: str) -> None:
+    """The row of a sample whose rank does not write it itself."""
+    log.row("trajectories", group_id=group, sample=sample, task_id=task, rank=rank, **sample_figures(()), seconds=float("nan"), status=status)
 
 
 def sample_figures(leaves: Sequence[Trajectory]) -> dict[str, Any]:

@@ -373,3 +373,17 @@ def test_a_reader_follows_a_journal_that_grows_by_parts_of_lines(tmp_path):
         seen += r.poll()
     assert seen == [{"n": 1}, {"n": 2}]
     w.close()
+
+
+# -- an answer that comes late -----------------------------------------------------------------------------------------------
+def test_a_part_that_comes_after_its_group_was_sealed_changes_nothing(run, writer):
+    """Of a rank that was frozen and wakes up: its sample was played by another."""
+    writer.start(0, "t")
+    for s in range(2):
+        write_part(run, 1, [trajectory(0, s)])
+    writer.seal(0, [0, 1])
+    before = state_of(run).groups[0]
+    write_part(run, 1, [trajectory(0, 1, reward=0.25)])
+    put(run, writer, 1)
+    assert state_of(run).groups[0] == before and [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [1.0, 1.0]
+    assert BufferWriter(run, run.new_epoch("rollout")).finished_parts([]) == {}

@@ -135,7 +135,8 @@ def test_a_prompt_is_sampled_again_once_although_the_leader_restarts(tmp_path):
 
 def test_the_options_reach_the_schedule(tmp_path):
     config = make(tmp_path, "buffer.on_filtered=retry", "buffer.on_stale=drop").config
-    assert (rules_from_config(config).retry_filtered, rules_from_config(config).retry_stale) == (True, False)
+    rules = rules_from_config(config, tests_s=60.0)
+    assert (rules.retry_filtered, rules.retry_stale) == (True, False)
 
 
 def test_a_drop_of_too_little_left_knows_the_figures_of_what_was_there(tmp_path):

@@ -30,13 +30,13 @@ VICTIMS = {  # kind: how often it is chosen
 }
 
 
-def make_tasks(folder: Path, count: int) -> Path:
+def make_tasks(folder: Path, count: int, tests_s: float = 60.0) -> Path:
     """Tasks whose reward is the sum of the digits in /app/out, modulo 10, over 10: whatever the samples of a group write, they differ."""
     for i in range(count):
         task = folder / f"sum-{i}"
         (task / "environment").mkdir(parents=True)
         (task / "tests").mkdir()
-        (task / "task.toml").write_text('version = "1.0"\n\n[verifier]\ntimeout_sec = 60.0\n')
+        (task / "task.toml").write_text(f'version = "1.0"\n\n[verifier]\ntimeout_sec = {tests_s}\n')
         (task / "instruction.md").write_text(f"Task {i}: write digits.\n")
         (task / "environment" / "note").write_text(f"{i}\n")
         (task / "tests" / "test.sh").write_text("n=0\nfor d in $(cat out); do n=$(( (n + d) % 10 )); done\necho 0.$n > /logs/verifier/reward.txt\n")

@@ -11,7 +11,8 @@ from miles.buffer import Status, TrainerQueue, write_part
 from miles.config import load_config
 from miles.core import NO_VERSION, Trajectory
 from miles.log import RunLog
-from miles.rollout.leader import Leader
+from miles.rollout import leader as leader_module
+from miles.rollout.leader import Leader, rules_from_config
 from miles.rundir import RunDir
 
 NEWEST = 5
@@ -30,7 +31,7 @@ class Rollout:
         self.run, self.epoch, self.posted = run, run.new_epoch("rollout"), []
         world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=lambda rank, message: self.posted.append(message))
         self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
-        self.leader = Leader(run, self.epoch, world, self.log, ["a", "b"], lambda: NEWEST)
+        self.leader = Leader(run, self.epoch, world, self.log, {"a": 60.0, "b": 30.0}, lambda: NEWEST)
         self.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
 
     def play(self, turns, lose=()):
@@ -130,3 +131,35 @@ def test_a_notice_ends_the_turn_of_the_engines_on_shared_gpus_alone(tmp_path, ru
         asyncio.run(rollout.leader.tick())
         assert told[-1] == over
         rollout.stop()
+
+
+def test_a_sample_may_take_its_turns_a_command_the_longest_tests_and_some_slack(run):
+    c = run.config
+    rules = rules_from_config(c, tests_s=90.0)
+    assert (rules.sample_s, rules.silent_s) == (c.rollout.deadline_s + c.tasks.command_timeout_s + 90.0 + 300.0, 60.0)
+
+
+def test_a_sample_that_is_not_answered_in_time_is_logged_and_started_again_but_not_for_time_in_which_the_leader_was_stopped(run, monkeypatch):
+    now = SimpleNamespace(s=0.0)
+    monkeypatch.setattr(leader_module.time, "monotonic", lambda: now.s)
+    rollout = Rollout(run)
+    asyncio.run(rollout.leader.tick())
+    first = rollout.posted.pop(0)
+    limit = int(rollout.leader._scheduler.rules.sample_s)
+    now.s += 10.0 * limit
+    asyncio.run(rollout.leader.tick())  # one look: it counts as one second at most
+    assert all(m["sample"] != first["sample"] or m["group"] != first["group"] for m in rollout.posted)
+    for _ in range(limit):
+        now.s += 1.0
+        rollout.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
+        asyncio.run(rollout.leader.tick())
+        for m in (m for m in rollout.posted if m["group"] != first["group"]):  # other groups go on
+            rollout.leader.receive(0, {"kind": "finished", "group": m["group"], "sample": m["sample"], "cause": "x"})
+        rollout.posted[:] = [m for m in rollout.posted if m["group"] == first["group"]]
+    rollout.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
+    asyncio.run(rollout.leader.tick())
+    assert [m for m in rollout.posted if m["sample"] == first["sample"] and m["group"] == first["group"]] == [first]
+    rollout.stop()
+    with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
+        rows = f["tables/trajectories"][...]
+    assert (b"retried:overdue", first["group"], first["sample"], 0) in set(zip(rows["status"], rows["group_id"], rows["sample"], rows["rank"]))

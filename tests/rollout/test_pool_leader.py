@@ -71,6 +71,23 @@ def test_a_sample_that_is_ordered_twice_is_played_once_and_ends_both_orders(side
     assert side.said() == [{"kind": "finished", "numbers": ["3.0", "3.1"], "cause": None}]
 
 
+def test_a_sample_that_was_overdue_with_a_rank_can_be_given_to_another_and_what_the_first_says_of_it_is_not_passed_on(side):
+    up = {"kind": "up", "version": 4, "url": "http://a", "moved": []}
+    side.leader.receive(1, up)
+    side.assign("3.0", 7, 1, 2001)
+    side.tick()
+    side.orders.append({"kind": "over", "number": "3.0"})
+    side.assign("3.1", 7, 1, 2000)
+    side.tick()
+    assert side.posted == [(1, message(7, 1)), (0, message(7, 1))]
+    side.leader.receive(1, {"kind": "finished", "group": 7, "sample": 1, "cause": "late"})
+    side.leader.receive(1, up)  # it lives again
+    side.leader.receive(0, {"kind": "finished", "group": 7, "sample": 1, "cause": None})
+    side.leader.receive(1, {"kind": "finished", "group": 7, "sample": 1, "cause": None})
+    side.tick()
+    assert [(r["kind"], r.get("rank"), r.get("numbers")) for r in side.said()] == [("up", 2001, None), ("up", 2001, None), ("finished", None, ["3.1"])]
+
+
 def test_an_engine_is_announced_when_something_changed(side):
     up = {"kind": "up", "version": 4, "url": "http://a", "moved": []}
     for m in (up, up, {**up, "version": 5}, {"kind": "down"}, {**up, "version": 5}):

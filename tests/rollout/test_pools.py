@@ -11,6 +11,7 @@ from miles.buffer import Status, read_group, write_part
 from miles.config import load_config
 from miles.core import Role, StaleEpochError
 from miles.log import RunLog
+from miles.rollout import leader as leader_module
 from miles.rollout import pools
 from miles.rollout.leader import Leader
 from miles.rollout.pool import OUT, Inbox
@@ -44,7 +45,7 @@ class Rollout:
         self.held_by: dict[tuple[int, int], int | None] = {}
         world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=self.post)
         self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
-        self.leader = Leader(run, self.epoch, world, self.log, ["a", "b"], lambda: NEWEST)
+        self.leader = Leader(run, self.epoch, world, self.log, {"a": 60.0, "b": 30.0}, lambda: NEWEST)
 
     def post(self, rank, message):
         sample = (message["group"], message["sample"])
@@ -208,7 +209,9 @@ def test_what_a_fenced_pool_appends_to_the_segment_that_it_has_open_is_not_seale
         rollout.tick(1.0)
     write_part(pool.dir, pool.epoch, [trajectory(1, 1, 77.0)])  # its segment is open: no fence is asked
     rollout.end(0, 0)
+    rollout.end(0, 1)
     rollout.tick()
+    assert (1, 1) in rollout.given
     rollout.end(1, 1)
     rollout.tick()
     assert [t.reward for t in read_group(rollout.run.buffer_dir, 1).trajectories] == [0.0, 1.0]
@@ -304,3 +307,55 @@ def test_a_sample_that_failed_in_a_pool_counts_as_a_retry(joined):
     pool.say(1, 1)
     rollout.tick()
     assert rollout.state.dropped_by_reason() == {"retried:environment": 1}
+
+
+def test_a_sample_that_a_pool_s_rank_does_not_answer_is_given_to_others_and_a_new_leader_does_not_think_that_the_pool_has_it(run, clock, pool_dir, monkeypatch):
+    """The pool itself writes on: one of its ranks is frozen."""
+    monkeypatch.setattr(leader_module, "SLACK_S", 50.0 - run.config.rollout.deadline_s - run.config.tasks.command_timeout_s - 60.0)
+    rollout, pool = Rollout(run, clock), Pool(pool_dir)
+    rollout.tick()
+    pool.up()
+    rollout.tick()
+    rollout.tick()
+    assert pool.given() == [(0, 0), (0, 1)] and rollout.given == []
+    rollout.up()
+    rollout.tick()
+    assert rollout.given == [(1, 0), (1, 1)]
+    for _ in range(25):
+        rollout.tick(1.0)
+        pool.beat()
+    for sample in (0, 1):
+        rollout.end(1, sample)
+    rollout.tick()
+    rollout.up()
+    assert rollout.given[2:] == [(2, 0), (2, 1)]
+    for _ in range(25):
+        rollout.tick(1.0)
+        pool.beat()
+    assert rollout.state.dropped_by_reason() == {"retried:overdue": 1}  # rollout.retries = 0
+    over = [r["number"] for r in Inbox(pool.dir.pool_epoch_dir(1, pool.epoch)).poll() if r["kind"] == "over"]
+    assert over == [pool.numbers[0, 0], pool.numbers[0, 1]]
+    pool.write(0, 0)
+    pool.say(0, 0)  # it wakes up
+    rollout.tick()
+    assert groups(rollout) == {1: 2} and rollout.leader._pools._members[1].state.done == []
+    rollout.stop()
+
+
+def test_a_pool_s_rank_has_no_slots_while_it_owes_an_answer_that_is_overdue(run, clock, pool_dir, monkeypatch):
+    monkeypatch.setattr(leader_module, "SLACK_S", 20.0 - run.config.rollout.deadline_s - run.config.tasks.command_timeout_s - 60.0)
+    rollout, pool = Rollout(run, clock), Pool(pool_dir)
+    rollout.tick()
+    pool.up()
+    rollout.tick()
+    rollout.tick()
+    assert len(pool.given()) == 2
+    for _ in range(25):
+        rollout.tick(1.0)
+        pool.beat()
+    assert pool.given() == []
+    pool.up()  # its leader says so anew, since it was told
+    rollout.tick()
+    rollout.tick()
+    assert len(pool.given()) == 2
+    rollout.stop()

@@ -1,16 +1,18 @@
 """The schedule in virtual time, with times worked by hand."""
 
+import math
+
 import pytest
 
 from miles.rollout.scheduler import Rules
 from miles.rollout.simulator import Cluster, Simulation
 
 
-def simulate(works, *, steps=3, engines=1, in_flight=4, speed=lambda n: 1.0, sync=False, capacity=100, **cluster):
+def simulate(works, *, steps=3, engines=1, in_flight=4, speed=lambda n: 1.0, sync=False, capacity=100, sample_s=math.inf, **cluster):
     """`works`: seconds of work of the trajectories in the order in which they begin, over and over."""
     it = iter(works * 1000)
     c = Cluster(engines, speed, lambda _: next(it), **{"train_s": 5.0, "publish_s": 0.0, "groups_per_step": 2, **cluster})
-    rules = Rules(in_flight=in_flight, group_size=2, capacity_groups=capacity, total_groups=2 * steps, groups_per_version=2 if sync else None)
+    rules = Rules(in_flight=in_flight, group_size=2, capacity_groups=capacity, total_groups=2 * steps, groups_per_version=2 if sync else None, sample_s=sample_s)
     return Simulation(rules, c).run()
 
 
@@ -50,6 +52,16 @@ def test_a_new_version_pauses_engines_and_makes_what_they_hold_older():
 def test_what_is_too_old_is_dropped_and_counted():
     out = simulate([10.0, 10.0, 10.0, 10.0, 35.0, 35.0, 10.0, 10.0], steps=6, max_staleness=1)
     assert out.stale_groups > 0 and max(out.staleness) <= 1 and len(out.step_ends) == 6
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_frozen_rank_costs_the_deadline_of_its_samples_and_nothing_after(sync):
+    """Two engines with two each; the second freezes at 3 s. Its samples, one of each group, begin again at 30 s with the first, and end at 40 s."""
+    out = simulate([10.0], steps=2, engines=2, sync=sync, capacity=2, sample_s=30.0, frozen={1: 3.0})
+    assert out.overdue == 2 and out.step_ends[0] == 45.0
+    assert out.step_ends[1] == (60.0 if sync else 55.0)  # all four slots are the first one's now; asynchronous ones refill when the buffer is emptied, at 40 s
+    with pytest.raises(IndexError):  # without a deadline nothing happens any more
+        simulate([10.0], steps=2, engines=2, sync=sync, capacity=2, frozen={1: 3.0})
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -296,6 +296,36 @@ def test_engines_none_of_which_takes_a_second_version_end_the_rank_when_engine_r
         live([[True, True, EnginePoisoned], *[life] * 3])
 
 
+def test_a_sample_that_is_given_again_while_it_runs_was_overdue_its_first_trajectory_ends_without_an_answer(worker, monkeypatch):
+    reports, events = [], []
+    monkeypatch.setattr(worker, "_report", reports.append)
+
+    async def hangs_once(task, chat, limits):
+        events.append("begins")
+        if len(events) == 1:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)  # its sandbox is taken down
+                events.append("ends")
+        raise EnvironmentFault("the second one")
+
+    monkeypatch.setattr(miles.rollout.worker, "run_episode", hangs_once)
+
+    async def main():
+        worker._engines.up(Engine(0, FakeEngine([2])))
+        for _ in range(2):
+            worker.assign(0, 3, "t", None)
+            await asyncio.sleep(0.02)
+        await asyncio.gather(*worker._running, return_exceptions=True)
+        await asyncio.sleep(0)
+        worker._service.store.close()
+
+    asyncio.run(main())
+    assert events == ["begins", "ends", "begins"] and worker._playing == {} and not worker._failed.is_set()
+    assert reports == [{"kind": "finished", "group": 0, "sample": 3, "cause": "retried:environment"}]
+
+
 def test_an_engine_that_is_killed_while_it_starts_has_died_and_one_that_cannot_start_ends_the_run(worker, monkeypatch):
     answers = [EngineKilled("killed"), EnvironmentFault("a wrong flag"), "http://engine", EnvironmentFault("a full GPU")]
 
