@@ -23,6 +23,12 @@ def test_broadcast_and_ordered_messages_over_three_ranks():
     assert p.returncode == 0 and out.count("world ok") == 3, out
 
 
+def test_a_rank_that_takes_no_messages_keeps_nobody_else_from_being_heard_and_gets_them_all_in_order_later(tmp_path):
+    p = mpi(3, "frozen", cwd=tmp_path)
+    out, _ = p.communicate(timeout=90)
+    assert p.returncode == 0 and out.count("frozen ok") == 3, out
+
+
 def test_a_world_of_the_wrong_size_says_what_to_check():
     p = mpi(2, "world")
     out, _ = p.communicate(timeout=60)

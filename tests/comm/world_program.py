@@ -1,4 +1,4 @@
-"""Run under mpiexec by test_comm.py: `world_program.py world` or `link RUN ROLE EPOCH [HANDSHAKE_S [PAUSE_S]]`."""
+"""Run under mpiexec by test_comm.py: `world_program.py world`, `frozen` or `link RUN ROLE EPOCH [HANDSHAKE_S [PAUSE_S]]`."""
 
 import os
 import sys
@@ -23,6 +23,38 @@ def world():
     print("world ok", flush=True)
 
 
+def frozen():
+    """Rank 2 takes no message until rank 0 has heard from all others, long after 2,000 messages were sent to it."""
+    w, got, answers = World(3), [], 0
+    end = time.monotonic() + 40
+    if w.rank == 0:
+        for i in range(2000):
+            w.post(2, {"i": i})
+        for rank in (0, 1):
+            w.post(rank, {"i": -1})
+        while (answers < 2 or not got) and time.monotonic() < end:
+            for source, message in w.poll():
+                if "i" in message:
+                    w.post(0, {"answer": 0})
+                elif message["answer"] == 2000:
+                    got.append(source)
+                else:
+                    answers += 1
+                    if answers == 2:
+                        os.close(os.open("thaw", os.O_CREAT))
+            time.sleep(0.001)
+        assert answers == 2 and got == [2], (answers, got)
+    else:
+        while w.rank == 2 and not os.path.exists("thaw") and time.monotonic() < end:
+            time.sleep(0.01)
+        while len(got) < (2000 if w.rank == 2 else 1) and time.monotonic() < end:
+            got += [m["i"] for _, m in w.poll()]
+            time.sleep(0.001)
+        assert got == (list(range(2000)) if w.rank == 2 else [-1]), got[-5:]
+        w.post(0, {"answer": 2000 if w.rank == 2 else 1})
+    print("frozen ok", flush=True)
+
+
 def link(path, role, epoch, handshake_s=20.0, pause_s=0.0):
     """Ticks until it is killed; a rollout that has been woken answers and leaves without a goodbye."""
     handshake.HANDSHAKE_S = float(handshake_s)
@@ -44,5 +76,7 @@ def link(path, role, epoch, handshake_s=20.0, pause_s=0.0):
 
 if sys.argv[1] == "world":
     world()
+elif sys.argv[1] == "frozen":
+    frozen()
 else:
     link(*sys.argv[2:])
