@@ -25,6 +25,7 @@ from miles.rundir import POOL_RANKS, RunDir
 LOOK_S = 1.0  # how often files are looked at without a wake-up
 LOADS_S = 5.0  # how often all ranks are told how busy the engines are
 SILENT_S = 60.0  # ranks say that their engine lives every second, but for the time that a new version takes them
+HELD_S = 60.0  # ranks say what they hold as soon as they have read their session file, before they start their engine
 SLACK_S = 300.0  # what a sample may take beside its turns and its tests: a sandbox that is made, a slow disk
 
 
@@ -35,7 +36,7 @@ def rules_from_config(c: MilesConfig, tests_s: float) -> Rules:
         total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
         groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
         retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", ordered=c.buffer.order == "index", seed=c.run.seed,
-        sample_s=c.rollout.deadline_s + c.tasks.command_timeout_s + tests_s + SLACK_S, silent_s=SILENT_S,
+        sample_s=c.rollout.deadline_s + c.tasks.command_timeout_s + tests_s + SLACK_S, silent_s=SILENT_S, held_s=HELD_S,
     )
 
 
@@ -49,7 +50,7 @@ class Leader:
         self._view.poll()
         self._writer = BufferWriter(run, epoch)
         parts = self._writer.finished_parts([g.group_id for g in self._view.state.with_status(Status.OPEN)])
-        self._scheduler = Scheduler(rules_from_config(run.config, max(tasks.values())), list(tasks), self._view.state, parts)
+        self._scheduler = Scheduler(rules_from_config(run.config, max(tasks.values())), list(tasks), self._view.state, parts, holders=range(world.size))
         self._pools = Pools(run, epoch, self._scheduler, self._writer, log)
         self._link = Link(run, Role.ROLLOUT, epoch)
         self._looked = self._logged = 0.0
@@ -72,6 +73,7 @@ class Leader:
                 useless = [(group, sample) for group, sample, turns in message["samples"] if not self._scheduler.held(rank, group, sample, turns)]
                 if useless:
                     self._world.post(rank, {"kind": "release", "samples": useless})
+                self._scheduler.told_held(rank)
             case "down":
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)

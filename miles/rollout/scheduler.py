@@ -7,6 +7,7 @@ decision of the rollout side is here:
 - a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns; an
   engine of a pool brings slots of its own, and has no more than these;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
+- after a restart nothing is given out before every rank has said which samples it holds the first turns of, or a bound is over;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left;
 - a sample without an answer for too long has failed. Its rank, and one that says nothing at all, gets no new samples until it speaks again.
 """
@@ -17,7 +18,7 @@ import heapq
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from miles.buffer.state import BufferState, GroupInfo, Status
@@ -80,6 +81,7 @@ class Rules:
     ordered: bool = False  # groups are trained in the order of their prompts
     seed: int = 0
     sample_s: float = math.inf  # a sample without an answer for this long is overdue
+    held_s: float = math.inf  # for this long ranks are waited for that have not said what they hold
     silent_s: float = math.inf  # an engine of the run of which nothing was heard for this long gets no new samples
 
 
@@ -119,7 +121,8 @@ class _Run:
 class Scheduler:
     """Built from the journal (`BufferState`) and the parts on disk, so that a restart carries on: open groups come first."""
 
-    def __init__(self, rules: Rules, tasks: Sequence[str], state: BufferState, parts: dict[int, list[int]] | None = None):
+    def __init__(self, rules: Rules, tasks: Sequence[str], state: BufferState, parts: dict[int, list[int]] | None = None, holders: Collection[int] = ()):
+        """`holders`: ranks that are going to say what they hold (`held`, then `told_held`)."""
         self.rules, self._tasks, self._state = rules, list(tasks), state
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
@@ -141,6 +144,7 @@ class Scheduler:
             self._open[g.group_id] = _Open(g.task_id, done=set((parts or {}).get(g.group_id, ())))
             self._waiting.extend((g.group_id, s) for s in range(rules.group_size) if s not in self._open[g.group_id].done)
             self._note_complete(g.group_id)
+        self._holders = set(holders) if self._waiting else set()
 
     # -- events --------------------------------------------------------------------------------------------------------------
     def engine_up(self, rank: int, version: int, slots: int | None = None) -> None:
@@ -160,6 +164,10 @@ class Scheduler:
             return False
         self._held[group_id, sample] = max((turns, rank), self._held.get((group_id, sample), (0, rank)))
         return True
+
+    def told_held(self, rank: int) -> None:
+        """The rank has said all that it holds."""
+        self._holders.discard(rank)
 
     def engine_down(self, rank: int) -> None:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
@@ -220,6 +228,8 @@ class Scheduler:
         """It is `now` (seconds of any clock that only rises): samples without an answer for `sample_s` have failed. What the ranks that were given them say of
         them from now on is not heard, and a part that comes late is one more of the same sample, or of a closed group. Call it every second or so."""
         self._now = now
+        if now >= self.rules.held_s:
+            self._holders.clear()
         for rank in [r for r in self._engines if r not in self._slots and now - self._heard[r] >= self.rules.silent_s]:
             self.engine_down(rank)
         late = [Overdue(group_id, sample, self._open[group_id].task_id, run.player) for (group_id, sample), run in self._running.items() if now >= run.overdue_at]
@@ -260,6 +270,8 @@ class Scheduler:
             self._complete.append(group_id)
 
     def _starts_and_assignments(self) -> Iterable[Action]:
+        if self._holders:  # a sample that is given to another rank now would lose the turns that they have
+            return
         while self._newest_version > self._over and self._next_rank() is not None:
             if not self._waiting:
                 start = self._next_start()

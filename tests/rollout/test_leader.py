@@ -27,11 +27,12 @@ def trajectory(group, sample, reward):
 class Rollout:
     """A leader whose samples end at once: those of odd groups with equal rewards."""
 
-    def __init__(self, run):
+    def __init__(self, run, size=1):
         self.run, self.epoch, self.posted = run, run.new_epoch("rollout"), []
-        world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=lambda rank, message: self.posted.append(message))
+        world = SimpleNamespace(size=size, leader=True, post_all=lambda message: None, post=lambda rank, message: self.posted.append(message))
         self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
         self.leader = Leader(run, self.epoch, world, self.log, {"a": 60.0, "b": 30.0}, lambda: NEWEST)
+        self.leader.receive(0, {"kind": "held", "samples": []})
         self.leader.receive(0, {"kind": "up", "version": NEWEST, "moved": [], "url": "http://engine"})
 
     def play(self, turns, lose=()):
@@ -163,3 +164,17 @@ def test_a_sample_that_is_not_answered_in_time_is_logged_and_started_again_but_n
     with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
         rows = f["tables/trajectories"][...]
     assert (b"retried:overdue", first["group"], first["sample"], 0) in set(zip(rows["status"], rows["group_id"], rows["sample"], rows["rank"]))
+
+
+def test_a_new_leader_waits_for_every_rank_to_say_what_it_holds(run):
+    first = Rollout(run)
+    first.play(3, lose={(0, 3)})
+    first.stop()
+    second = Rollout(run, size=2)
+    asyncio.run(second.leader.tick())
+    assert second.posted == []
+    second.leader.receive(1, {"kind": "held", "samples": [(0, 3, 2), (0, 0, 1)]})
+    asyncio.run(second.leader.tick())
+    assert second.posted[0] == {"kind": "release", "samples": [(0, 0)]}
+    assert [m["held_by"] for m in second.posted[1:] if (m["group"], m["sample"]) == (0, 3)] == [1]
+    second.stop()

@@ -46,6 +46,7 @@ class Rollout:
         world = SimpleNamespace(size=1, leader=True, post_all=lambda message: None, post=self.post)
         self.log = RunLog(run.log_path(1, "rollout", 0, self.epoch), role="rollout", rank=0, attempt=1, epoch=self.epoch)
         self.leader = Leader(run, self.epoch, world, self.log, {"a": 60.0, "b": 30.0}, lambda: NEWEST)
+        self.leader.receive(0, {"kind": "held", "samples": []})
 
     def post(self, rank, message):
         sample = (message["group"], message["sample"])

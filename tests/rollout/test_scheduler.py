@@ -15,9 +15,9 @@ def ready(group, task="t"):
 class Sim:
     """Applies actions to the journal state, as the leader does."""
 
-    def __init__(self, rules, tasks=("a", "b", "c"), state=None, parts=None, engines=2):
+    def __init__(self, rules, tasks=("a", "b", "c"), state=None, parts=None, engines=2, holders=()):
         self.state = state or BufferState()
-        self.s = Scheduler(rules, tasks, self.state, parts)
+        self.s = Scheduler(rules, tasks, self.state, parts, holders)
         for r in range(engines):
             self.s.engine_up(r, 0)
         self.assigned: list[Assign] = []
@@ -61,7 +61,54 @@ def restarted(**kw):
     """A schedule after a restart: sample 0 of group 0 is on disk, sample 1 is not."""
     state = BufferState()
     state.apply({"kind": "start", "group": 0, "task": "a"})
-    return Sim(rules(in_flight=2), state=state, parts={0: [0]}, **kw)
+    return Sim(rules(in_flight=2, held_s=60.0), state=state, parts={0: [0]}, **kw)
+
+
+def test_after_a_restart_nothing_is_given_out_before_every_rank_has_said_what_it_holds():
+    """A pool's engine is there at once; rank 1, which has the sample's turns, is slow."""
+    sim = restarted(engines=1, holders=range(2))
+    sim.s.engine_up(1000, 0, slots=2)
+    sim.s.told_held(0)
+    assert sim.step() == []
+    assert sim.s.held(1, 0, 1, turns=3)
+    sim.s.told_held(1)
+    assert sim.step()[0] == Assign(0, 1, "a", 0, held_by=1)
+
+
+def test_a_rank_that_does_not_say_what_it_holds_is_not_waited_for_for_ever():
+    sim = restarted(engines=1, holders=range(2))
+    sim.s.told_held(0), sim.s.expire(59.0)
+    assert sim.step() == []
+    sim.s.expire(60.0)
+    assert sim.step()[0] == Assign(0, 1, "a", 0)
+    assert not sim.s.held(1, 0, 1, turns=3)
+
+
+def test_a_run_that_begins_waits_for_nobody_s_turns():
+    assert Sim(rules(), holders=range(2)).step() != []
+
+
+@given(data=st.data())
+def test_whatever_order_ranks_come_up_in_no_turn_on_disk_is_thrown_away(data):
+    """Each of three ranks says what it holds, and then at some time its engine is up; a pool's is up from the beginning."""
+    state = BufferState()
+    for group in (0, 1):
+        state.apply({"kind": "start", "group": group, "task": "a"})
+    turns = {r: data.draw(st.dictionaries(st.sampled_from([(g, s) for g in (0, 1) for s in (0, 1)]), st.integers(0, 9))) for r in range(3)}
+    sim = Sim(rules(in_flight=4, total_groups=2), state=state, engines=0, holders=range(3))
+    sim.s.engine_up(1000, 0, slots=4)
+    told = set()
+    for event in data.draw(st.permutations(["held", "up"] * 3)):
+        rank = data.draw(st.sampled_from(sorted({0, 1, 2} - told if event == "held" else told))) if event == "held" or told else None
+        if event == "held":
+            assert all(sim.s.held(rank, g, s, n) for (g, s), n in turns[rank].items()), "nothing that is held is useless"
+            sim.s.told_held(rank)
+            told.add(rank)
+        elif rank is not None:
+            sim.s.engine_up(rank, 0)
+        sim.step()
+    most = {s: max(((n, r) for r, of in turns.items() if (n := of.get(s)) is not None), default=(0, None))[1] for s in [(0, 0), (0, 1), (1, 0), (1, 1)]}
+    assert {(a.group_id, a.sample): a.held_by for a in sim.assigned} == most
 
 
 def test_a_sample_that_was_begun_goes_to_the_rank_that_has_its_turns_and_another_one_to_the_emptiest():
