@@ -18,7 +18,7 @@ from miles.config import MilesConfig
 from miles.core import Role
 from miles.log import RunLog
 from miles.rollout.pools import Pools
-from miles.rollout.scheduler import OVERDUE, Assign, Drop, Rules, Scheduler, Seal, Start
+from miles.rollout.scheduler import OVERDUE, Assign, Drop, Release, Rules, Scheduler, Seal, Start
 from miles.rollout.worker import log_lost
 from miles.rundir import POOL_RANKS, RunDir
 
@@ -141,6 +141,10 @@ class Leader:
             case Assign(group_id, sample, task_id, rank, held_by):
                 post = self._world.post if rank < POOL_RANKS else self._pools.assign
                 post(rank, {"kind": "assign", "group": group_id, "sample": sample, "task": task_id, "held_by": held_by})
+                return
+            case Release(group_id, sample, rank):
+                post = self._world.post if rank < POOL_RANKS else self._pools.order
+                post(rank, {"kind": "release", "samples": [(group_id, sample)]})
                 return
             case Seal(group_id, samples):
                 await asyncio.to_thread(self._writer.seal, group_id, list(samples))

@@ -59,6 +59,11 @@ class Pools:
         member.state.apply(record)
         member.unwritten.append(record)
 
+    def order(self, rank: int, message: dict[str, Any]) -> None:
+        """Tell a pool's rank something that it may miss: of a pool that is over nobody needs to know it."""
+        if (member := self._members.get(rank // POOL_RANKS)) is not None:
+            member.unwritten.append({"kind": "order", "rank": rank, "message": message})
+
     def give_up(self, late: Overdue) -> None:
         """A sample that a pool's rank has not answered in time is not its any more."""
         if (member := self._members.get(late.rank // POOL_RANKS)) is None:
@@ -170,7 +175,7 @@ class Pools:
             rank = record["rank"]
             useless = [(group, sample) for group, sample, turns in record["samples"] if not self._scheduler.held(rank, group, sample, turns)]
             if useless:
-                member.unwritten.append({"kind": "order", "rank": rank, "message": {"kind": "release", "samples": useless}})
+                self.order(rank, {"kind": "release", "samples": useless})
         member.state.held.clear()
 
     def _up(self, pool: PoolDir, record: dict[str, Any]) -> None:

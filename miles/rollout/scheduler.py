@@ -62,7 +62,16 @@ class Drop:
     reason: str
 
 
-Action = Start | Assign | Seal | Drop
+@dataclass(frozen=True)
+class Release:
+    """What the rank has on disk of a sample is of no use any more: the sample has ended, or is played from its beginning."""
+
+    group_id: int
+    sample: int
+    rank: int
+
+
+Action = Start | Assign | Seal | Drop | Release
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,8 @@ class Scheduler:
         self._waiting: deque[Sample] = deque()
         self._running: dict[Sample, _Run] = {}
         self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
+        self._copies: dict[Sample, set[int]] = {}  # sample that has not ended -> ranks that have turns of it
+        self._released: list[Release] = []
         self._active: Counter[int] = Counter()  # rank -> how many of them
         self._by_load: list[tuple[int, int]] = []  # heap of (active, rank); an entry that is no longer true is passed over
         self._complete: list[int] = []  # open groups of which every sample has ended
@@ -163,6 +174,7 @@ class Scheduler:
         if (group_id, sample) not in self._waiting:
             return False
         self._held[group_id, sample] = max((turns, rank), self._held.get((group_id, sample), (0, rank)))
+        self._copies.setdefault((group_id, sample), set()).add(rank)
         return True
 
     def told_held(self, rank: int) -> None:
@@ -198,7 +210,7 @@ class Scheduler:
         self._load(run.engine, -1)
         if group_id in self._open:
             self._waiting.appendleft((group_id, sample))
-            self.held(rank, group_id, sample, turns=0)
+            self._held[group_id, sample] = (0, rank)  # newer than any other; its ranks, started again, say what they hold
         return True
 
     def version_published(self, version: int) -> None:
@@ -211,6 +223,8 @@ class Scheduler:
             return
         del self._running[group_id, sample]
         self._load(run.engine, -1)
+        # Not before: who plays the sample may still be reading them.
+        self._released += [Release(group_id, sample, rank) for rank in sorted(self._copies.pop((group_id, sample), ()))]
         group = self._open.get(group_id)
         if group is None:
             return
@@ -252,7 +266,8 @@ class Scheduler:
 
     def actions(self) -> list[Action]:
         """What to do now. The journal state given at construction is read afresh, so poll it before."""
-        return [*self._closings(), *self._starts_and_assignments()]
+        released, self._released = self._released, []
+        return [*released, *self._closings(), *self._starts_and_assignments()]
 
     def _closings(self) -> Iterable[Action]:
         complete, self._complete = self._complete, []

@@ -294,9 +294,11 @@ class Worker:
             await self._service.forget(session)
 
     async def _open(self, group: int, sample: int, held_by: int | None) -> Session:
-        """The sample's session; when another rank has played a part of it, which is in that rank's file, it goes on from there."""
+        """The sample's session; when a rank has played a part of it, which is in that rank's file, it goes on from there."""
         name, held = sample_name(group, sample), None
-        if held_by not in (None, self._rank):
+        if held_by == self._rank:
+            held = self._service.held.get(name)
+        elif held_by is not None:
             held = (await asyncio.to_thread(stored_sessions, self._run.sessions_dir, held_by)).get(name)
         session = await self._service.open_trajectory(name, rank=self._rank, held=held)
         self._samples[session.id] = (group, sample)

@@ -375,15 +375,16 @@ class SessionService:
     async def open_trajectory(self, name: str, *, rank: int | None = None, held: Stored | None = None) -> Session:
         """The session of a trajectory that this process plays; `name` is its id and routing key. It is on disk, and so is each turn before its answer.
 
-        When a predecessor has played a part of it (`held`, read from another rank's file, or kept by this service), the same requests get the same turns
-        again, without the engine, up to the last one that was answered; from where a request differs, the engine is asked. Raises like `open`.
+        When a predecessor has played a part of it (`held`, read from another rank's file, or from `self.held`), the same requests get the same turns
+        again, without the engine, up to the last one that was answered; from where a request differs, the engine is asked. Otherwise it is played from its
+        beginning, whatever this service holds of it: that is older, and is let go. Raises like `open`.
         """
         session = self.open(name, name, rank=rank)
         known = self.held.pop(name, None)  # in this store's file already
-        opened, turns = known or held or (Opened(name, name, session.opened_at, session.opened, trajectory=True), [])
+        opened, turns = held or (Opened(name, name, session.opened_at, session.opened, trajectory=True), [])
         session.opened_at, session.durable, session.trajectory = opened.version, True, True
         session.hold(turns)
-        if known is None:
+        if known is None or held is not known:
             try:
                 await self.store.append(opened, *turns)
             except BaseException:

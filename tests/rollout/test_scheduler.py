@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.buffer import BufferState
-from miles.rollout.scheduler import OVERDUE, Assign, Drop, Overdue, Rules, Scheduler, Seal, Start
+from miles.rollout.scheduler import OVERDUE, Assign, Drop, Overdue, Release, Rules, Scheduler, Seal, Start
 
 
 def ready(group, task="t"):
@@ -131,6 +131,28 @@ def test_of_two_ranks_that_have_turns_of_a_sample_the_one_with_more_is_asked():
         sim.s.held(rank, 0, 1, turns)
     sim.step()
     assert sim.assigned[0] == Assign(0, 1, "a", 2, held_by=2)
+
+
+def test_ranks_that_hold_a_sample_let_it_go_when_it_has_ended_wherever_it_was_played_and_a_retry_does_not_go_on_from_them():
+    sim = restarted(engines=1)
+    for rank, turns in ((1, 2), (2, 4)):
+        sim.s.held(rank, 0, 1, turns)
+    assert sim.step()[0] == Assign(0, 1, "a", 0, held_by=2)  # which may read them as long as it runs
+    sim.s.finished(0, 1, "dropped:assembly:prefix")
+    assert sim.step()[:3] == [Release(0, 1, 1), Release(0, 1, 2), Assign(0, 1, "a", 0)]
+    sim.s.finished(0, 1)
+    assert sim.step()[0] == Seal(0, (0, 1))
+
+
+def test_a_sample_that_its_pool_gave_up_goes_on_from_there_and_older_turns_are_let_go_at_its_end():
+    sim = restarted(engines=1)
+    sim.s.held(0, 0, 1, turns=9)
+    sim.s.engine_down(0), sim.s.engine_up(1000, 0, slots=1)
+    assert sim.step()[0] == Assign(0, 1, "a", 1000, held_by=0)
+    sim.s.engine_down(1000), sim.s.released(0, 1, 1000), sim.s.engine_up(0, 0)
+    assert sim.step()[0] == Assign(0, 1, "a", 0, held_by=1000)
+    sim.s.finished(0, 1)
+    assert sim.step()[:2] == [Release(0, 1, 0), Seal(0, (0, 1))]
 
 
 def test_turns_of_a_sample_that_nobody_waits_for_are_of_no_use():

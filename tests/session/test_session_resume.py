@@ -30,6 +30,11 @@ def life(chat, tmp_path):
     return begin
 
 
+def begin(service):
+    """The trajectory's session, which goes on from what this process holds of it."""
+    return service.open_trajectory(NAME, held=service.held.get(NAME))
+
+
 async def converse(session, *texts):
     """One turn for each text, each going on from the reply before; the messages."""
     messages = list(session.history.messages)
@@ -41,10 +46,10 @@ async def converse(session, *texts):
 
 def test_the_same_requests_get_the_turns_on_disk_and_the_next_one_the_engine(life):
     async def first(p):
-        await converse(await p.service.open_trajectory(NAME), "a", "b")
+        await converse(await begin(p.service), "a", "b")
 
     async def second(p):
-        session = await p.service.open_trajectory(NAME)
+        session = await begin(p.service)
         messages = await converse(session, "a", "b")
         assert p.engine.answered == []
         await converse(session, "c")
@@ -68,10 +73,10 @@ def test_the_same_requests_get_the_turns_on_disk_and_the_next_one_the_engine(lif
 
 def test_where_the_environment_says_something_else_the_engine_is_asked_and_the_rest_is_left(life, chat):
     async def first(p):
-        await converse(await p.service.open_trajectory(NAME), "a", "it is 12:00", "c")
+        await converse(await begin(p.service), "a", "it is 12:00", "c")
 
     async def second(p):
-        session = await p.service.open_trajectory(NAME)
+        session = await begin(p.service)
         await converse(session, "a", "it is 12:01")
         return session
 
@@ -88,7 +93,7 @@ def test_where_the_environment_says_something_else_the_engine_is_asked_and_the_r
 
 def test_another_rank_goes_on_from_the_file_and_has_it_all_in_its_own(life):
     async def first(p):
-        await converse(await p.service.open_trajectory(NAME), "a", "b")
+        await converse(await begin(p.service), "a", "b")
 
     async def second(p):
         session = await p.service.open_trajectory(NAME, held=stored_sessions(p.folder, 0)[NAME])
@@ -102,14 +107,34 @@ def test_another_rank_goes_on_from_the_file_and_has_it_all_in_its_own(life):
     assert stored_sessions(other.folder, 3)[NAME][1] == stored_sessions(other.folder, 0)[NAME][1]
 
 
+def test_turns_that_it_was_not_told_to_go_on_from_are_not_given_again_and_are_gone_from_its_file(life):
+    """Another rank has played the sample since, and its failure is tried again here."""
+    async def play(p, **kw):
+        session = await p.service.open_trajectory(NAME, **kw)
+        await converse(session, "a")
+        return session.resumed_turns
+
+    asyncio.run(play(life([50])))
+    other = life([60], rank=3)
+    asyncio.run(play(other))
+    later = life([70])
+    assert list(later.service.held) == [NAME] and asyncio.run(play(later)) == 0
+    (_, (turn,)), = stored_sessions(later.folder, 0).values()
+    assert np.frombuffer(turn.output_ids, np.int32).tolist()[0] == 70 and later.service.held == {}
+    again = life()  # its own are older than those that it is given
+    assert asyncio.run(play(again, held=stored_sessions(again.folder, 3)[NAME])) == 1
+    (_, (turn,)), = stored_sessions(again.folder, 0).values()
+    assert np.frombuffer(turn.output_ids, np.int32).tolist()[0] == 60
+
+
 def test_the_version_at_its_opening_is_the_first_one(life):
     async def first(p):
         p.engine.version = 4
-        await converse(await p.service.open_trajectory(NAME), "a")
+        await converse(await begin(p.service), "a")
 
     async def second(p):
         p.engine.version = 6
-        session = await p.service.open_trajectory(NAME)
+        session = await begin(p.service)
         await converse(session, "a")
         return session.opened_at
 
@@ -119,7 +144,7 @@ def test_the_version_at_its_opening_is_the_first_one(life):
 
 def test_a_branching_conversation_is_resumed_with_its_branches(life):
     async def play(p):
-        session = await p.service.open_trajectory(NAME)
+        session = await begin(p.service)
         first = (await session.chat([user("q")])).message
         for text in ("left", "right"):
             await session.chat([user("q"), first, user(text)])
@@ -136,7 +161,7 @@ def test_a_streaming_client_gets_a_resumed_reply_whole(life, chat):
     said = []
 
     async def ask(p, **kw):
-        return await (await p.service.open_trajectory(NAME)).chat([user("a")], **kw)
+        return await (await begin(p.service)).chat([user("a")], **kw)
 
     reply = asyncio.run(ask(life([50, 51, 52])))
     asyncio.run(ask(life(), on_delta=said.append))
@@ -146,7 +171,7 @@ def test_a_streaming_client_gets_a_resumed_reply_whole(life, chat):
 def test_a_finished_or_released_trajectory_is_not_held_by_the_next_process(life):
     async def first(p):
         await p.service.forget(await p.service.open_trajectory("g00000001s000"))
-        await converse(await p.service.open_trajectory(NAME), "a")
+        await converse(await begin(p.service), "a")
 
     async def second(p):
         await p.service.release([NAME, "g00000009s000"])
@@ -160,7 +185,7 @@ def test_a_finished_or_released_trajectory_is_not_held_by_the_next_process(life)
 
 def test_trajectories_do_not_take_the_places_of_sessions_over_http(life):
     async def both(p):
-        await p.service.open_trajectory(NAME)
+        await begin(p.service)
         await p.service.open_durable("somebody's")  # max_sessions is 1
 
     asyncio.run(both(life()))
@@ -180,7 +205,7 @@ def test_whatever_is_killed_when_every_trained_token_is_what_the_engine_answered
         text = [t if i < changed else f"{t} in life {epoch}" for i, t in enumerate(text)] + [f"q{i}" for i in range(len(text), turns)]
 
         async def live(service=service, turns=turns):
-            session = await service.open_trajectory(NAME)
+            session = await begin(service)
             await converse(session, *text[:turns])
             return session
 
