@@ -100,10 +100,10 @@ async def run_episode(task: Task, chat: Chat, limits: EpisodeLimits) -> Episode:
         async with Shell(sandbox, workspace, limits.command, task.env) as shell:
             while turns < limits.max_turns:
                 try:
-                    async with asyncio.timeout(deadline - time.monotonic()):
+                    async with asyncio.timeout(deadline - time.monotonic()) as limit:
                         reply = await chat(messages)
                 except TimeoutError:
-                    if time.monotonic() < deadline:
+                    if not limit.expired():  # not asked of the clock: a loop that is late counts from its last look at it, and ends the time before
                         raise  # a time-out of the caller's own, not this deadline
                     finish = "deadline"
                     break

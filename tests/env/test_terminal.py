@@ -4,12 +4,13 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from miles.config import load_config, load_site
 from miles.core import EnvironmentFault
-from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode
+from miles.env import SYSTEM_PROMPT, CommandLimits, EpisodeLimits, run_episode, terminal
 from miles.env.terminal import parse_reply, shared_sandbox
 from miles.env.workspace import Workspace
 from tests.env.boxes import alive, wait_for
@@ -121,6 +122,15 @@ def test_the_deadline_ends_an_episode_that_waits_for_its_reply(make_task):
 
     episode = asyncio.run(run_episode(make_task(HELLO), slow, replace(LIMITS, deadline_s=0.5)))
     assert (episode.reward, episode.finish, episode.turns) == (0.0, "deadline", 0)
+
+
+def test_the_deadline_counts_also_where_its_timer_is_ahead_of_the_clock(make_task, monkeypatch):
+    """A loop that is late counts from its last look at the clock, so that time is over before the clock says so."""
+    async def slow(messages):
+        await asyncio.sleep(30)
+
+    monkeypatch.setattr(terminal, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    assert asyncio.run(run_episode(make_task(HELLO), slow, replace(LIMITS, deadline_s=0.5))).finish == "deadline"
 
 
 def test_a_task_may_have_a_shorter_deadline_than_the_run(make_task):
