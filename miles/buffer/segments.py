@@ -51,15 +51,22 @@ class SegmentName:
         return f"{pool}e{self.source.epoch:06d}.{self.writer}.{self.number:04d}.seg"
 
 
+class Written(NamedTuple):
+    """Where a frame begins."""
+
+    segment: str  # file name
+    offset: int
+
+
 class SegmentWriter:
     """Appends frames durably. Safe to call from several threads of a process."""
 
     def __init__(self, folder: Path, source: Source, fence: Callable[[], None]):
         """`fence` is called before each new segment and raises when this epoch is over."""
         self._folder, self._source, self._fence = folder, source, fence
-        self._lock, self._fd, self._size, self._number = threading.Lock(), -1, 0, 0
+        self._lock, self._fd, self._size, self._number, self._name = threading.Lock(), -1, 0, 0, ""
 
-    def append(self, frame: Sequence[Buffer]) -> None:
+    def append(self, frame: Sequence[Buffer]) -> Written:
         """`frame`: its pieces. When it returns, the frame survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): the frame is not there."""
         with self._lock, explain_os_errors(self._folder):
             if self._fd < 0 or self._size >= SEGMENT_BYTES:
@@ -70,7 +77,9 @@ class SegmentWriter:
             except BaseException:
                 os.close(fd)
                 raise
+            written = Written(self._name, self._size)
             self._fd, self._size = fd, self._size + sum(memoryview(piece).nbytes for piece in frame)
+            return written
 
     def close(self) -> None:
         with self._lock:
@@ -96,7 +105,7 @@ class SegmentWriter:
         except BaseException:
             os.close(fd)
             raise
-        self._fd, self._size = fd, 0
+        self._fd, self._size, self._name = fd, 0, name
 
 
 class SegmentReader:
@@ -132,6 +141,15 @@ def read_segment(folder: Path, name: SegmentName, offset: int = 0) -> Iterator[t
         while (found := read_header(fd, str(name), offset, end)) is not None:
             offset += found[1].size
             yield found
+    finally:
+        os.close(fd)
+
+
+def find_frame(folder: Path, written: Written) -> tuple[Header, Place] | None:
+    """The frame that begins there, None where it is damaged. A file that was just made on another node is found by its name before a listing shows it (NFS)."""
+    fd = os.open(folder / written.segment, os.O_RDONLY)
+    try:
+        return read_header(fd, written.segment, written.offset, os.fstat(fd).st_size)
     finally:
         os.close(fd)
 

@@ -9,6 +9,7 @@ leader killed while it wrote, is known by its checksum and made again.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +17,8 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from miles.buffer.frames import Place, damaged, encode_frame, summary
-from miles.buffer.segments import SegmentReader, SegmentWriter, Source
+from miles.buffer.frames import Header, Place, damaged, encode_frame, summary
+from miles.buffer.segments import SegmentReader, SegmentWriter, Source, Written, find_frame
 from miles.core import StructureError, Trajectory
 from miles.rundir.journal import decode, encode
 from miles.rundir.publish import create_bytes, explain_os_errors, fsync_dir
@@ -54,7 +55,7 @@ FIRST = Source(pool=0, epoch=0)
 _writer: tuple[tuple, SegmentWriter] | None = None  # of this process: it makes samples of one run and epoch
 
 
-def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Source = FIRST, fence=lambda: None) -> None:
+def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Source = FIRST, fence=lambda: None) -> Written:
     """Append one sample, all its leaves at once, to a segment of this process. Of a sample written twice the last counts.
 
     `fence` raises when the epoch is over. Raises StructureError (cause `leaves`): these are not the leaves of one sample.
@@ -66,7 +67,7 @@ def write_part_file(buffer_dir: Path, leaves: Sequence[Trajectory], source: Sour
         if _writer is not None and _writer[0][0] == key[0]:
             _writer[1].close()
         _writer = (key, SegmentWriter(parts_dir(buffer_dir), source, fence))
-    _writer[1].append(frame)
+    return _writer[1].append(frame)
 
 
 class Parts:
@@ -75,7 +76,9 @@ class Parts:
     def __init__(self, buffer_dir: Path, source: Source | None = None):
         """`source`: take what all others have left up to now, and from then on the samples of this one alone, and of those that are followed: what an
         older process, which the fence has not reached yet, still appends is not seen."""
-        self._reader, self._sources = SegmentReader(parts_dir(buffer_dir)), source and {source}
+        self._folder = parts_dir(buffer_dir)
+        self._reader, self._sources = SegmentReader(self._folder), source and {source}
+        self._told: dict[int, dict[int, Written]] = {}  # group -> sample -> where its writer says that it is
         self.groups: dict[int, dict[int, Part]] = {}
         self._take(None)
 
@@ -97,12 +100,27 @@ class Parts:
         found = self.groups.get(group_id, {})
         return {s: found[s] for s in sorted(samples) if s in found}
 
+    def told(self, group_id: int, sample: int, written: Written) -> None:
+        """The writer of a finished sample says where it is: there it is looked for, when no listing has shown it."""
+        self._told.setdefault(group_id, {})[sample] = written
+
+    def look_up(self, group_id: int, samples: Sequence[int]) -> None:
+        """Those of `samples` that are not there yet, where their writers say that they are."""
+        for sample in (set(samples) - self.groups.get(group_id, {}).keys()) & self._told.get(group_id, {}).keys():
+            with contextlib.suppress(OSError):  # it is gone, and counted as that
+                if (found := find_frame(self._folder, self._told[group_id][sample])) and (found[0].group, found[0].sample) == (group_id, sample):
+                    self._add(*found)
+
     def forget(self, group_id: int) -> None:
         self.groups.pop(group_id, None)
+        self._told.pop(group_id, None)
 
     def _take(self, sources: set[Source] | None) -> None:
         for header, place in self._reader.poll(sources):
-            self.groups.setdefault(header.group, {})[header.sample] = Part(place, [summary(leaf) for leaf in header.leaves])
+            self._add(header, place)
+
+    def _add(self, header: Header, place: Place) -> None:
+        self.groups.setdefault(header.group, {})[header.sample] = Part(place, [summary(leaf) for leaf in header.leaves])
 
 
 def seal(buffer_dir: Path, group_id: int, parts: Mapping[int, Part]) -> Sealed:

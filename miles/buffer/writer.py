@@ -8,16 +8,16 @@ import numpy as np
 
 from miles.buffer import storage
 from miles.buffer.filters import load_filter
-from miles.buffer.segments import Source
+from miles.buffer.segments import Source, Written
 from miles.buffer.view import journal_name
 from miles.core import Role, Trajectory
 from miles.rundir import JournalWriter, RunDir
 
 
-def write_part(run: RunDir, epoch: int, leaves: Sequence[Trajectory]) -> None:
-    """Make a finished sample durable, all its leaves at once. Fenced: a rank of an older epoch cannot begin a segment, and the leader of a newer one does
+def write_part(run: RunDir, epoch: int, leaves: Sequence[Trajectory]) -> Written:
+    """Make a finished sample durable, all its leaves at once; where it is. Fenced: a rank of an older epoch cannot begin a segment, and the leader of a newer one does
     not look at what it appends to the one that it has. `epoch`: of the rollout role, or of the pool whose handle `run` is."""
-    storage.write_part_file(run.buffer_dir, leaves, Source(run.pool, epoch), lambda: run.check_epoch(Role.ROLLOUT, epoch))
+    return storage.write_part_file(run.buffer_dir, leaves, Source(run.pool, epoch), lambda: run.check_epoch(Role.ROLLOUT, epoch))
 
 
 class BufferWriter:
@@ -49,15 +49,20 @@ class BufferWriter:
         """Whether a finished sample was on disk when parts were last looked for."""
         return sample in self._parts.groups.get(group_id, {})
 
+    def told(self, group_id: int, sample: int, segment: str, offset: int) -> None:
+        """What `write_part` returned for a sample of an open group."""
+        self._parts.told(group_id, sample, Written(segment, offset))
+
     def start(self, group_id: int, task_id: str, retry_of: int | None = None) -> None:
         self._append({"kind": "start", "group": group_id, "task": task_id, **({} if retry_of is None else {"retry_of": retry_of})})
 
-    def seal(self, group_id: int, samples: Sequence[int]) -> None:
+    def seal(self, group_id: int, samples: Sequence[int]) -> list[int]:
         """Seal the parts of `samples` into the group and announce it; or drop the group, where `buffer.filter` says so.
 
-        Parts that cannot be read are left out. Where that leaves a group of one, which has no baseline, the group is dropped (`damaged_parts`).
+        Parts that cannot be read are left out: returns their samples. Where that leaves a group of one, which has no baseline, the group is dropped (`damaged_parts`).
         """
         self._parts.poll()
+        self._parts.look_up(group_id, samples)
         parts = self._parts.of(group_id, samples)
         if lost := sorted(set(samples) - parts.keys()):
             print(f"g{group_id}: the parts of samples {lost} cannot be read and are left out", flush=True)
@@ -71,6 +76,7 @@ class BufferWriter:
             self._append({"kind": "ready", "group": group_id, **_figures(sealed.summaries), "bytes": sum(p.size for p in sealed.places),
                           "segments": sorted({p.segment for p in sealed.places})})
         self._parts.forget(group_id)
+        return lost
 
     def drop(self, group_id: int, reason: str) -> None:
         """Drop a group of which too little is left, with the figures of the samples that it has."""

@@ -78,6 +78,8 @@ class Leader:
                 self._scheduler.engine_down(rank)
                 self._urls.pop(rank, None)
             case "finished":
+                if part := message.get("part"):
+                    self._writer.told(message["group"], message["sample"], *part)
                 self._scheduler.finished(message["group"], message["sample"], message["cause"], by=rank)
 
     async def tick(self) -> None:
@@ -147,7 +149,8 @@ class Leader:
                 post(rank, {"kind": "release", "samples": [(group_id, sample)]})
                 return
             case Seal(group_id, samples):
-                await asyncio.to_thread(self._writer.seal, group_id, list(samples))
+                for sample in await asyncio.to_thread(self._writer.seal, group_id, list(samples)):
+                    log_lost(self._log, group_id, sample, self._view.state.groups[group_id].task_id, -1, "dropped:part")
             case Drop(group_id, reason):
                 self._writer.drop(group_id, reason)
         self._view.poll()

@@ -14,7 +14,7 @@ by its journal growing, on a clock of its own: clocks of two hosts are never com
           {"kind": "up", "rank": 1001, "version": 4, "url": ..., "moved": [[group, sample, rank], ...]}
           {"kind": "down", "rank": 1001}
           {"kind": "held", "rank": 1001, "samples": [[group, sample, turns], ...]}
-          {"kind": "finished", "numbers": ["3.17"], "cause": null}
+          {"kind": "finished", "numbers": ["3.17"], "cause": null, "part": ["p0001.e000002.node7.4711.0000.seg", 0]}     `part`: where it is, if it did not fail
 
 An assignment has a number of its own, so that a leader that was started anew knows from the two journals, in whatever order they were written, what the pool
 still runs, and goes on with it.
@@ -48,7 +48,7 @@ class PoolState:
 
     engines: dict[int, dict[str, Any]] = field(default_factory=dict)  # rank -> last `up` of its living engine
     running: dict[str, Assigned] = field(default_factory=dict)  # by number of the assignment
-    done: list[Assigned] = field(default_factory=list)  # finished, their parts on disk; in order
+    done: list[tuple[Assigned, dict[str, Any]]] = field(default_factory=list)  # finished, their parts on disk, and what said so; in order
     held: list[dict[str, Any]] = field(default_factory=list)  # `held` records, until the run's leader has looked at them
 
     def apply(self, record: dict[str, Any]) -> list[Assigned]:
@@ -67,7 +67,7 @@ class PoolState:
                 self.held.append(record)
             case "finished":
                 ended = [self.running.pop(n) for n in record["numbers"] if n in self.running]
-                self.done += ended if record["cause"] is None else []
+                self.done += [(a, record) for a in ended] if record["cause"] is None else []
                 return ended
         return []
 

@@ -54,7 +54,7 @@ class PoolLeader:
                 if player != rank:
                     return  # it was overdue
                 del self._running[sample]
-                self._records.append({"kind": "finished", "numbers": numbers, "cause": message["cause"]})
+                self._records.append({"kind": "finished", "numbers": numbers, **{k: message[k] for k in ("cause", "part") if k in message}})
 
     async def tick(self) -> None:
         now = time.monotonic()

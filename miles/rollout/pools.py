@@ -112,8 +112,9 @@ class Pools:
             return
         self._members[pool.pool] = member
         self._writer.follow(pool.pool, epoch)  # after its journals were read: the part of a sample that they call finished is seen
-        for a in member.state.done:
+        for a, record in member.state.done:
             if self._adopt(pool, a):
+                self._told(a, record)
                 self._scheduler.finished(a.group, a.sample, by=a.rank)
         adopted = [self._adopt(pool, a) for a in member.state.running.values()]
         self._hear_of_held(member)
@@ -162,12 +163,17 @@ class Pools:
             elif record["kind"] == "up" and member.living:
                 self._up(member.pool, record)
             for a in ended:
+                self._told(a, record)
                 self._scheduler.finished(a.group, a.sample, record["cause"], by=a.rank)
         self._hear_of_held(member)
         if not member.living:
             member.living = True
             for record in member.state.engines.values():
                 self._up(member.pool, record)
+
+    def _told(self, a: Assigned, record: dict[str, Any]) -> None:
+        if part := record.get("part"):
+            self._writer.told(a.group, a.sample, *part)
 
     def _hear_of_held(self, member: _Member) -> None:
         """Trajectories that processes of the pool's ranks had begun when they were killed: the pool goes on with them, or lets them go."""

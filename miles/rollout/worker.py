@@ -270,11 +270,11 @@ class Worker:
         if earlier is not None:
             earlier.cancel()
             await asyncio.wait({earlier})
-        start, session, cause, leaves = time.monotonic(), None, None, []
+        start, session, cause, leaves, part = time.monotonic(), None, None, [], {}
         try:
             session = await self._open(group, sample, held_by)
             leaves = await self._play(session, group, sample, task)
-            await asyncio.to_thread(write_part, self._run, self._epoch, leaves)
+            part = {"part": await asyncio.to_thread(write_part, self._run, self._epoch, leaves)}
         except StructureError as e:
             cause = f"dropped:{e.cause}"
             if session is not None:
@@ -289,7 +289,7 @@ class Worker:
         if cause and self._stopping.is_set():
             return  # the run is complete and the engine is gone: nobody waits for this one
         self._log_trajectory(group, sample, task, leaves, cause, time.monotonic() - start, session)
-        self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause})
+        self._report({"kind": "finished", "group": group, "sample": sample, "cause": cause, **part})
         if session is not None:
             await self._service.forget(session)
 

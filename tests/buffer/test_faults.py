@@ -387,3 +387,21 @@ def test_a_part_that_comes_after_its_group_was_sealed_changes_nothing(run, write
     put(run, writer, 1)
     assert state_of(run).groups[0] == before and [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [1.0, 1.0]
     assert BufferWriter(run, run.new_epoch("rollout")).finished_parts([]) == {}
+
+
+# -- a listing that is late, as an NFS client's may be ------------------------------------------------------------------------
+def test_a_part_in_a_segment_that_no_listing_shows_yet_is_found_where_its_writer_says_that_it_is(run, writer, monkeypatch):
+    writer.start(0, "t")
+    write_part(run, 1, [trajectory(0, 0)])
+    writer.finished_parts([0])
+    monkeypatch.setattr(segments, "SEGMENT_BYTES", 1)
+    hidden = [write_part(run, 1, [trajectory(0, s, reward=0.5)]) for s in (1, 2)]
+    shown = os.listdir
+    monkeypatch.setattr(segments.os, "listdir", lambda folder: [n for n in shown(folder) if n not in {h.segment for h in hidden}])
+    writer.told(0, 1, *hidden[0])
+    writer.told(0, 2, hidden[1].segment, hidden[1].offset + 1)  # nothing begins there
+    assert writer.seal(0, [0, 1, 2, 3]) == [2, 3], "which its caller counts"
+    assert [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [1.0, 0.5]
+    monkeypatch.undo()
+    put(run, writer, 1)  # the listing shows them: of a group that is closed
+    assert [g.samples for g in state_of(run).ready_in_order()] == [2, 2]

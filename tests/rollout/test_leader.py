@@ -178,3 +178,15 @@ def test_a_new_leader_waits_for_every_rank_to_say_what_it_holds(run):
     assert second.posted[0] == {"kind": "release", "samples": [(0, 0)]}
     assert [m["held_by"] for m in second.posted[1:] if (m["group"], m["sample"]) == (0, 3)] == [1]
     second.stop()
+
+
+def test_a_sample_whose_part_cannot_be_read_is_counted(run):
+    rollout = Rollout(run)
+    rollout.play(1, lose={(0, 3)})
+    rollout.leader.receive(0, {"kind": "finished", "group": 0, "sample": 3, "cause": None, "part": ["e000001.gone.1.0000.seg", 0]})
+    state = rollout.play(1)
+    rollout.stop()
+    assert state.groups[0].samples == run.config.rollout.group_size - 1
+    with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
+        rows = f["tables/trajectories"][...]
+    assert [tuple(r) for r in rows[["group_id", "sample", "rank", "status"]]] == [(0, 3, -1, b"dropped:part")]

@@ -24,7 +24,7 @@ def fold(*records):
 
 def test_what_was_given_and_has_not_ended_runs():
     state, ended = fold({"kind": "beat"}, assign("3.0", 5, 0), assign("3.1", 5, 1, rank=1001), up(1000, 4), finished("3.0"))
-    assert state.running == {"3.1": Assigned(5, 1, "t", 1001)} and state.done == ended == [Assigned(5, 0, "t", 1000)]
+    assert state.running == {"3.1": Assigned(5, 1, "t", 1001)} and [a for a, _ in state.done] == ended == [Assigned(5, 0, "t", 1000)]
     assert {rank: r["version"] for rank, r in state.engines.items()} == {1000: 4}
 
 

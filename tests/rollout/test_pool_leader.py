@@ -66,9 +66,9 @@ def test_a_sample_that_is_ordered_twice_is_played_once_and_ends_both_orders(side
     side.assign("3.1", 7, 1, 2000)
     side.tick()
     assert side.posted == [(1, message(7, 1))]
-    side.leader.receive(1, {"kind": "finished", "group": 7, "sample": 1, "cause": None})
+    side.leader.receive(1, {"kind": "finished", "group": 7, "sample": 1, "cause": None, "part": ["x.seg", 5]})
     side.tick()
-    assert side.said() == [{"kind": "finished", "numbers": ["3.0", "3.1"], "cause": None}]
+    assert side.said() == [{"kind": "finished", "numbers": ["3.0", "3.1"], "cause": None, "part": ["x.seg", 5]}]
 
 
 def test_a_sample_that_was_overdue_with_a_rank_can_be_given_to_another_and_what_the_first_says_of_it_is_not_passed_on(side):

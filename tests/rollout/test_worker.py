@@ -72,7 +72,8 @@ def play(tmp_path, monkeypatch):
 
 def test_with_a_branching_history_an_agent_that_forks_has_a_trajectory_for_each_conversation(play):
     got = play("branching")
-    assert got.reports == [{"kind": "finished", "group": 0, "sample": 3, "cause": None}]
+    (report,) = got.reports
+    assert report.pop("part").offset == 0 and report == {"kind": "finished", "group": 0, "sample": 3, "cause": None}
     assert [(t.sample, t.leaf, t.reward, t.turns, t.tokens[t.loss_mask == 1].tolist()) for t in got.sealed] == [
         (3, 0, 0.5, 2, [50, got.stop, 51, got.stop]), (3, 1, 0.5, 1, [52, 53, got.stop])]
     (row,) = got.tables["trajectories"]
@@ -163,7 +164,7 @@ def test_a_sample_of_a_killed_rank_goes_on_from_its_last_answered_turn(tmp_path,
 
     assert life([[50, stop]], killed=True)[:2] == ([], [])
     held, reports, engine = life([[60, stop]], killed=False)
-    assert held == ["g00000000s003"] and reports == [{"kind": "finished", "group": 0, "sample": 3, "cause": None}] and len(engine.answered) == 1
+    assert held == ["g00000000s003"] and [(r["sample"], r["cause"]) for r in reports] == [(3, None)] and len(engine.answered) == 1
     writer = BufferWriter(run, run.current_epoch("rollout"))
     writer.start(0, "t")
     writer.seal(0, [3])
