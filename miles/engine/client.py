@@ -46,6 +46,10 @@ class EngineGone(EnvironmentFault):
     """The engine does not answer at all: nobody listens, or the connection broke. Another engine can take the request."""
 
 
+class TurnOverdue(EnvironmentFault):
+    """A reply did not come within its deadline: the engine is slow, or hangs."""
+
+
 class KeyRequired(MilesError):
     """A generation request without a routing key: it would have to be sent somewhere at random, and its cached prefix would be lost."""
 
@@ -68,6 +72,7 @@ class EngineClient:
         self.url, self.max_context = url.rstrip("/"), max_context
         self.shape, self._model_folder = ModelShape.from_folder(model_folder), model_folder
         self.version = -1
+        self.paused = False  # by this client
         self.active = 0  # generation requests now in flight
         self.generated_tokens = 0
         self.prompt_tokens = 0
@@ -99,7 +104,7 @@ class EngineClient:
         as a JSON array, from who has it already.
 
         A reply whose finish_reason is "abort" is returned as it is. Raises KeyRequired without a routing key, StructureError for a request
-        the engine must not see or a reply that contradicts itself, EnvironmentFault (after aborting the request) past `deadline_s`, and
+        the engine must not see or a reply that contradicts itself, TurnOverdue (after aborting the request) past `deadline_s`, and
         EngineGone when nobody answers.
         """
         if not routing_key:
@@ -117,7 +122,7 @@ class EngineClient:
                 reply = await (self._post("/generate", body, timeout_s=None) if on_tokens is None else self._streamed(body, on_tokens))
         except TimeoutError:
             await self._abort(wire_rid)
-            raise EnvironmentFault(f"request {rid} on {self.url} took longer than {deadline_s:.3g} s and was aborted", f"a reply within {deadline_s:.3g} s",
+            raise TurnOverdue(f"request {rid} on {self.url} took longer than {deadline_s:.3g} s and was aborted", f"a reply within {deadline_s:.3g} s",
                                    "raise rollout.turn_deadline_s, or lower rollout.in_flight") from None
         except asyncio.CancelledError:
             await asyncio.shield(self._abort(wire_rid))
@@ -151,10 +156,12 @@ class EngineClient:
     async def pause(self, mode: PauseMode) -> None:
         """Hold all requests, also new ones. `in_place`: they keep their KV cache. `retract`: they are put back and prefilled again."""
         await self._post("/pause_generation", {"mode": mode})
+        self.paused = True
 
     async def resume(self) -> None:
         """Let held requests go on."""
         await self._post("/continue_generation", {})
+        self.paused = False
 
     async def release_memory(self, parts: Sequence[str]) -> None:
         """Give GPU memory back: of "kv_cache", "weights", "cuda_graph". What it held is lost, the prefix cache is emptied. Pause with "retract" before: the
@@ -269,6 +276,10 @@ class EngineClient:
     async def info(self) -> dict[str, Any]:
         """SGLang's /model_info: model_path, weight_version, ..."""
         return await self._request("GET", "/model_info", None, CONTROL_TIMEOUT_S)
+
+    async def health(self, timeout_s: float) -> None:
+        """Have the engine generate a token. Raises EnvironmentFault when it does not, within this time or its own 20 seconds; a paused one does not either."""
+        await self._request("GET", "/health", None, timeout_s)
 
     async def _post(self, path: str, body: dict[str, Any], timeout_s: float | None = CONTROL_TIMEOUT_S) -> Any:
         return await self._request("POST", path, body, timeout_s)

@@ -117,6 +117,11 @@ class EngineProcess:
             raise EnvironmentFault("no engine to wait for", "a started engine", "await start() first")
         return await self._child.wait()
 
+    def kill(self) -> None:
+        """End a server that hangs, as if it had died by itself: `alive` turns false, `stop` removes what is left."""
+        if self.alive:
+            self._kill_group(self._child.pid)
+
     async def stop(self) -> None:
         """End the server and everything it started, at once: it has nothing to save. Does nothing when it is not running."""
         if self._child is not None:

@@ -93,7 +93,7 @@ class Worker:
         self._url_file = run.attempt_dir(attempt) / f"sessions-{rank}.url"
         self._dropped, self._kept_dropped = run.attempt_dir(attempt) / "dropped", 0
         self._turns = EngineTurns(run, rank, epoch)
-        self._engines = Engines()
+        self._engines = Engines(self._hung)
         store = SessionStore(run.sessions_dir, rank, epoch, fence=lambda: run.check_epoch(Role.ROLLOUT, epoch))
         self._service = SessionService(self._engines, ChatTokenizer.from_folder(c.model.path, c.model.boundary), SessionLimits.from_config(c),
                                        replay=load_replay(c.rollout.replay), branching=c.rollout.history == "branching", store=store)
@@ -230,6 +230,12 @@ class Worker:
         finally:
             self._engines.down(self._rank)
             await client.close()
+
+    def _hung(self, engine: Engine) -> None:
+        """It is killed, and then all goes as with one that died."""
+        if engine.rank == self._rank:  # that of another rank is its own affair
+            print(f"rank {self._rank}: a turn passed its deadline and the engine generates nothing; it is killed", flush=True)
+            self._process.kill()
 
     async def _start(self) -> str:
         try:

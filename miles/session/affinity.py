@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,6 +16,8 @@ from miles.core import EnvironmentFault
 from miles.engine import EngineClient
 
 PROBE_S = 5.0  # an engine that does not say who it is within this time, after a broken connection, is taken for dead
+
+HEALTH_S = 30.0  # and one that does not generate a token within this time, after a turn that passed its deadline, hangs
 
 
 @dataclass(eq=False)
@@ -40,7 +42,9 @@ NOWHERE = Place(Engine(-1, None, alive=False))
 class Engines:
     """The engines that sessions of one server may use: the one next to it, and those of other ranks for when that one is gone."""
 
-    def __init__(self):
+    def __init__(self, hung: Callable[[Engine], None] = lambda engine: None):
+        """`hung` is told of an engine that does not answer, though nothing says that it is dead: sessions have left it."""
+        self._hung = hung
         self._living: dict[int, Engine] = {}
         self._placed: Counter[Place] = Counter()  # sessions of this server
         self._elsewhere: Mapping[int, int] = {}  # rank -> sessions of other servers on its engine
@@ -79,10 +83,24 @@ class Engines:
                 async with asyncio.timeout(PROBE_S):
                     await engine.client.info()
             except (EnvironmentFault, TimeoutError):
-                engine.alive = False
-                if self._living.get(engine.rank) is engine:
-                    del self._living[engine.rank]
+                self._give_up(engine)
         return not engine.alive
+
+    async def overdue(self, engine: Engine) -> bool:
+        """A turn on the engine passed its deadline. Whether it hangs, and no session is placed on it any more; otherwise the turn was just too long."""
+        if engine.alive:
+            try:
+                await engine.client.health(HEALTH_S)
+            except EnvironmentFault:
+                if engine.alive and not engine.client.paused:  # of many turns that found it so the first one tells
+                    self._give_up(engine)
+                    self._hung(engine)
+        return not engine.alive
+
+    def _give_up(self, engine: Engine) -> None:
+        engine.alive = False
+        if self._living.get(engine.rank) is engine:
+            del self._living[engine.rank]
 
     # -- placement -----------------------------------------------------------------------------------------------------------
     def place(self, prefer: int | None = None) -> Place:

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 
 from miles.config import MilesConfig
 from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Trajectory, Turn
-from miles.engine import EngineGone, KeyRequired, Sampling
+from miles.engine import EngineGone, KeyRequired, Sampling, TurnOverdue
 from miles.session.affinity import NOWHERE, Engines, Place
 from miles.session.assemble import to_trajectories
 from miles.session.history import Checkpoint, History, Match, Message, check_messages
@@ -230,6 +230,9 @@ class Session:
                 if stream is not None:
                     stream.restart()
                 await self._service.engines.lost(self.place.engine)
+            except TurnOverdue:
+                await asyncio.shield(self._service.engines.overdue(self.place.engine))  # also when the episode is over meanwhile
+                raise
         self.engine_s += turn.seconds
         if turn.finish_reason == "abort" or not len(turn.output_ids):
             raise EnvironmentFault(f"session {self.id}: the engine aborted the turn after {len(turn.output_ids)} tokens {turn.extra}",

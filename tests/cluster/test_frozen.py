@@ -1,13 +1,15 @@
-"""A rank that stops without ending: real roles, MPI and files, SGLang's stand-in as the engine."""
+"""A rank, or an engine, that stops without ending: real roles, MPI and files, SGLang's stand-in as the engine."""
 
 import os
 import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from miles.report import report
-from tests.cluster.crash import make_run, make_tasks, steps_trained, supervise
+from tests.cluster.crash import make_run, make_tasks, processes, steps_trained, supervise
 from tests.cluster.crash_checks import check
 from tests.cluster.stubs import StubRun
 from tests.engine.tiny import make_model
@@ -16,29 +18,52 @@ pytestmark = pytest.mark.timeout(900)
 STEPS, FROZEN_STEPS = 16, 8  # trained while the rank is frozen: more than what was ready and in flight when it froze
 
 
-def test_a_frozen_rollout_rank_costs_the_deadline_of_its_samples_and_the_run_goes_on(tmp_path):
-    run = make_run(tmp_path, make_model(tmp_path / "model", "llama"), make_tasks(tmp_path / "tasks", 5, tests_s=5.0), STEPS, "rollout.deadline_s=20",
-                   "tasks.command_timeout_s=5", "cluster.trainer.ranks_per_node=1", "cluster.trainer.gpus_per_node=1")
-    process, frozen = supervise(run), None
+@pytest.fixture
+def started(tmp_path):
+    """started(steps, *overrides): a run of two rollout ranks, `wait_for(steps)` and its supervisor. What a test has stopped goes on at its end."""
+    processes_of = []
 
-    def wait_for(steps, seconds=300):
-        deadline = time.monotonic() + seconds
-        while steps_trained(run) < steps:
-            assert process.poll() is None and time.monotonic() < deadline, (run.path / "supervise.out").read_text()[-4000:]
-            time.sleep(0.1)
+    def start(steps, *overrides):
+        run = make_run(tmp_path, make_model(tmp_path / "model", "llama"), make_tasks(tmp_path / "tasks", 5, tests_s=5.0), steps, "rollout.deadline_s=20",
+                       "tasks.command_timeout_s=5", "cluster.trainer.ranks_per_node=1", "cluster.trainer.gpus_per_node=1", *overrides)
+        process = supervise(run)
+        processes_of.append((run, process))
 
-    try:
-        wait_for(3)
-        frozen = StubRun(run).records(1, "rollout", 1)[1]["pid"]
-        os.kill(frozen, signal.SIGSTOP)
-        wait_for(3 + FROZEN_STEPS)
-        os.kill(frozen, signal.SIGCONT)
-        assert process.wait(timeout=300) == 0 and run.finished
-    finally:
-        if frozen is not None and process.poll() is None:
-            os.kill(frozen, signal.SIGCONT)
+        def wait_for(steps, seconds=300):
+            deadline = time.monotonic() + seconds
+            while steps_trained(run) < steps:
+                assert process.poll() is None and time.monotonic() < deadline, (run.path / "supervise.out").read_text()[-4000:]
+                time.sleep(0.1)
+
+        return SimpleNamespace(run=run, process=process, wait_for=wait_for)
+
+    yield start
+    for run, process in processes_of:
+        for pid in (pid for pids in processes(run).values() for pid in pids):
+            os.kill(pid, signal.SIGCONT)
         process.kill()
         process.wait()
-    check(run)
-    assert report(run.path)["trajectories"]["status"]["retried:overdue"] >= 1
-    assert run.current_epoch("rollout") == 1, "no restart was needed"
+
+
+def test_a_frozen_rollout_rank_costs_the_deadline_of_its_samples_and_the_run_goes_on(started):
+    r = started(STEPS)
+    r.wait_for(3)
+    frozen = StubRun(r.run).records(1, "rollout", 1)[1]["pid"]
+    os.kill(frozen, signal.SIGSTOP)
+    r.wait_for(3 + FROZEN_STEPS)
+    os.kill(frozen, signal.SIGCONT)
+    assert r.process.wait(timeout=300) == 0 and r.run.finished
+    check(r.run)
+    assert report(r.run.path)["trajectories"]["status"]["retried:overdue"] >= 1
+    assert r.run.current_epoch("rollout") == 1, "no restart was needed"
+
+
+def test_an_engine_that_hangs_is_killed_after_a_turn_passed_its_deadline_and_started_again(started):
+    r = started(8, "rollout.turn_deadline_s=15", "rollout.deadline_s=90")
+    r.wait_for(2)
+    hung = processes(r.run)["engine"][0]
+    os.kill(hung, signal.SIGSTOP)
+    assert r.process.wait(timeout=300) == 0 and r.run.finished
+    check(r.run)
+    assert "the engine generates nothing; it is killed" in "".join(p.read_text() for p in r.run.path.glob("attempts/0001/rollout-*.log"))
+    assert not Path(f"/proc/{hung}").exists() and r.run.current_epoch("rollout") == 1

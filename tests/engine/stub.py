@@ -31,7 +31,7 @@ class StubEngine:
     """Answers `/generate` with a reply that depends only on the input ids, a prefix cache per `extra_key`, and the current weight version.
 
     Tests steer it: the next `replies`, or `length` of the next replies (the stop token comes last unless it is cut), `delay` in seconds, `abort_next`, `fail_next`,
-    `break_stream` (the connection breaks after the first event).
+    `break_stream` (the connection breaks after the first event), `hangs` (it is not well).
     """
 
     def __init__(self, shape: ModelShape, stop_id: int, token: str = TOKEN):
@@ -43,6 +43,7 @@ class StubEngine:
         self.weights: dict[str, np.ndarray] = {}  # by Hugging Face name
         self.tied = False
         self.abort_next = self.fail_next = self.break_stream = False
+        self.hangs = False
         self.speculates = False  # one draft token a pass of the model, accepted as often as the reply has room
         self.decode: Callable[[list[int]], str] = lambda ids: ""  # for stop texts
         self.replies: list[list[int]] = []  # the next replies, in place of random ones
@@ -176,7 +177,7 @@ class StubEngine:
         return web.json_response({"success": True, "message": ""})
 
     async def _health(self, request: web.Request) -> web.Response:
-        return web.Response()
+        return web.Response(status=503 if self.hangs else 200)
 
     async def _pause(self, request: web.Request) -> web.Response:
         self._go_on.clear()

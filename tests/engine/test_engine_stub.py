@@ -115,6 +115,19 @@ def test_killed_it_is_seen_dead_and_starts_again_with_the_folders_weights(stub, 
     stub.run(client.close())
 
 
+def test_stopped_it_is_not_well_and_is_killed_as_if_it_had_died(stub, monkeypatch):
+    monkeypatch.setattr(miles.engine.process, "SERVER", "tests.engine.stub")
+    stub.run(stub.client.health(5.0))
+    os.kill(stub.process.pid, signal.SIGSTOP)
+    with pytest.raises(EnvironmentFault, match="/health did not answer within 0.3 s"):
+        stub.run(stub.client.health(0.3))
+    assert stub.process.alive
+    stub.process.kill()
+    assert stub.run(stub.process.wait()) == -signal.SIGKILL and not stub.process.alive
+    stub.process.kill()  # dead already
+    stub.client.url = stub.run(stub.process.restart(weight_version=7))
+
+
 def test_an_engine_killed_while_it_starts_is_told_from_one_that_fails(make_config, token_file, runner, tmp_path, monkeypatch):
     monkeypatch.setattr(miles.engine.process, "SERVER", "tests.engine.stub")
     folder = make_model(tmp_path / "model", "llama")

@@ -7,7 +7,7 @@ import pytest
 
 from miles.core import EnvironmentFault
 from miles.engine import EngineClient, EngineGone, ModelShape
-from miles.session import Engine, Engines, SessionLimits, SessionService
+from miles.session import Engine, Engines, SessionLimits, SessionService, affinity
 from miles.session.affinity import Place, least
 from tests.engine.stub import TOKEN, StubEngine
 from tests.session.conftest import user
@@ -79,16 +79,18 @@ def test_orphans_go_to_the_emptiest_or_wait_for_one():
 def two(chat, stub_folder):
     """Runs `async def scenario(w)` with two stub engines `w.stubs` (their clients `w.clients`) and a service over both."""
     def run(scenario):
+        hung = []
+
         async def main():
             stubs = [StubEngine(ModelShape.from_folder(stub_folder), chat.stop_ids[0]) for _ in range(2)]
             clients = [EngineClient(await s.start(), TOKEN, stub_folder, max_context=2048) for s in stubs]
-            engines = Engines()
+            engines = Engines(hung.append)
             for rank, client in enumerate(clients):
                 await client.refresh_version()
                 engines.up(Engine(rank, client))
             service = SessionService(engines, chat, SessionLimits(400, 16, 5.0, 1.0))
             try:
-                await scenario(SimpleNamespace(stubs=stubs, clients=clients, engines=engines, service=service))
+                await scenario(SimpleNamespace(stubs=stubs, clients=clients, engines=engines, service=service, hung=hung))
             finally:
                 for client, stub in zip(clients, stubs, strict=True):
                     await client.close()
@@ -163,5 +165,44 @@ def test_when_every_engine_is_dead_the_turn_fails_by_its_deadline_and_changes_no
         with pytest.raises(EnvironmentFault):
             await session.chat([user("hello")])
         assert not session.turns and not session._busy
+
+    two(scenario)
+
+
+def test_a_turn_past_its_deadline_on_an_engine_that_generates_has_failed_alone(two):
+    async def scenario(w):
+        w.service.limits = SessionLimits(400, 16, 0.3, 1.0)
+        session, w.stubs[0].delay = w.service.open("k", rank=0), 30.0
+        with pytest.raises(EnvironmentFault, match="took longer than"):
+            await session.chat([user("hello")])
+        assert w.engines.living(0) is session.place.engine and w.hung == []
+
+    two(scenario)
+
+
+def test_an_engine_that_is_paused_for_a_version_does_not_hang(two):
+    async def scenario(w):
+        w.service.limits = SessionLimits(400, 16, 0.3, 1.0)
+        session, w.stubs[0].hangs = w.service.open("k", rank=0), True
+        await w.clients[0].pause("in_place")
+        with pytest.raises(EnvironmentFault, match="took longer than"):
+            await session.chat([user("hello")])
+        assert w.engines.living(0) is session.place.engine and w.hung == []
+
+    two(scenario)
+
+
+def test_an_engine_that_generates_nothing_after_a_turn_passed_its_deadline_hangs_and_is_told_once(two, monkeypatch):
+    monkeypatch.setattr(affinity, "HEALTH_S", 0.2)
+
+    async def scenario(w):
+        w.service.limits = SessionLimits(400, 16, 0.3, 1.0)
+        sessions, w.stubs[0].delay, w.stubs[0].hangs = [w.service.open("k", rank=0) for _ in range(3)], 30.0, True
+        ends = await asyncio.gather(*(s.chat([user("hello")]) for s in sessions), return_exceptions=True)
+        assert all(isinstance(e, EnvironmentFault) for e in ends)
+        assert [e.rank for e in w.hung] == [0] and w.engines.living(0) is None
+        w.service.limits = SessionLimits(400, 16, 5.0, 1.0)
+        await sessions[0].chat([user("hello")])
+        assert sessions[0].place.engine.rank == 1 and sessions[0].moves == 1
 
     two(scenario)
