@@ -33,7 +33,8 @@ async def rollout(run, world, epoch: int, attempt: int, notices: list[int]) -> i
     worker = Worker(run, rank, epoch, attempt, tasks, log, lambda message: world.post(0, message), receiver)
     leader = None
     if world.leader:
-        leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, {t.name: t.verifier_timeout_s for t in tasks.values()}, WeightStore(run).newest)
+        limits = {name: t.verifier_timeout_s for name, t in tasks.items()}
+        leader = PoolLeader(run, epoch, world) if run.pool else Leader(run, epoch, world, log, limits, WeightStore(run).newest)
     settle_collector()
     life = asyncio.create_task(worker.run())
     while not life.done():
