@@ -247,7 +247,7 @@ class Link:
 
 
 def feed(run, q):
-    return Feed(run, None, SimpleNamespace(routes_shape=None), q, Link(), lambda: "", lambda: False, lambda: 1, lambda: False, None)
+    return Feed(run, None, SimpleNamespace(routes_shape=None, routing_replay=False), q, Link(), lambda: "", lambda: False, lambda: 1, lambda: False, None)
 
 
 @pytest.mark.parametrize("damage, reason", [("gone", "missing"), ("torn", "digest"), ("flipped", "digest")])
