@@ -1,11 +1,12 @@
 #!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
 """The session server: what a turn costs over calling the engine directly, how many it serves, and prefix reuse of a real engine. [--quick] [--json]
 
-Three processes: the server (pinned to one core), a stub engine that answers at once in SGLang's format, and this one, which plays the harness. All over
+Four processes: the server (pinned to one core), a stub engine that answers at once in SGLang's format, a relay, and this one, which plays the harness. All over
 loopback HTTP, every turn durable (on disk before its answer) as in a run.
   added time    sessions with a history of 1k and of 64k tokens, ten turns each, which append 40 to 60 tokens a turn. Baseline: the same number of tokens
-                sent to the engine by the client the server uses. The two alternate, in one run; p50 of the difference. Limit: one more such call, because
-                a turn goes through two sockets where the baseline goes through one, and one fdatasync of what a turn appends.
+                sent to the engine by the client the server uses. Limit: what a relay adds to it, which has the server's core and its libraries and does
+                with a turn what cannot be left out: takes the request, calls the engine with as many tokens, brings 1,500 bytes to disk, answers. The
+                three take turns, in one run; p50 of the differences.
   throughput    512 sessions at once, each a conversation of 8 turns, then a new one. Limit: the same harness against a server that only answers.
   prefix reuse  a real SGLang on a tiny random model, 16 sessions of 24 turns at once, which begin with instructions of about 1,000 tokens as agents'
                 do: prompt tokens that came from its cache. What a turn appends is new to every engine, so 100 % is out of reach. With --quick 4
@@ -16,6 +17,7 @@ Exit 1 where a target is missed.
 
 import argparse
 import asyncio
+import itertools
 import os
 import statistics
 import subprocess
@@ -45,6 +47,7 @@ REPLY_TOKENS = 12
 CONTEXT = 120_000
 SESSIONS = 512
 TURNS = 8
+TURN_BYTES = 1500  # about what a turn appends to the sessions' file
 
 
 # -- the processes beside this one ------------------------------------------------------------------------------------------------
@@ -91,6 +94,29 @@ async def serve_sessions(folder: str, engine: str, store: str) -> None:
     settle_collector()
     print(await SessionServer(service, TOKEN).start(_free_port()), flush=True)
     await asyncio.Event().wait()
+
+
+async def serve_relay(folder: str, engine: str, store: str) -> None:
+    """A turn without a session: its request is read and not looked at."""
+    from miles.engine import EngineClient, Sampling
+
+    client, rng, turns = EngineClient(engine, TOKEN, folder, max_context=CONTEXT), np.random.default_rng(1), itertools.count()
+
+    def write() -> None:
+        out.write(b"x" * TURN_BYTES)
+        os.fdatasync(out.fileno())
+
+    async def turn(request: web.Request) -> web.Response:
+        await request.read()
+        ids = rng.integers(10, 300, int(request.query["tokens"])).astype(np.int32)
+        await client.generate(f"relay.{next(turns)}", ids, Sampling(64, stop_token_ids=(2,)), routing_key="bench", routes_from=len(ids) - 60, extra_key="v0")
+        await asyncio.to_thread(write)
+        return web.Response(body=b'{"choices": []}', content_type="application/json")
+
+    app = web.Application(client_max_size=1 << 26)
+    app.add_routes([web.post("/turn", turn)])
+    with open(store, "wb", buffering=0) as out:
+        await _announce(app)
 
 
 async def _announce(app: web.Application) -> None:
@@ -161,16 +187,16 @@ def _http() -> aiohttp.ClientSession:
     return aiohttp.ClientSession(headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}, connector=aiohttp.TCPConnector(limit=0))
 
 
-async def added_time(folder: str, server: str, engine: str, history: int, sessions: int) -> tuple[float, float]:
-    """(p50 of what a turn through a session takes longer, p50 of the engine alone), seconds, with about `history` tokens before: each of `sessions` ends
-    after ten turns, lest a short history becomes a long one."""
+async def added_time(folder: str, server: str, engine: str, relay: str, history: int, sessions: int) -> tuple[float, float, float]:
+    """(p50 of what a turn through a session takes longer than the engine alone, of what one through the relay does, of the engine alone), seconds, with about
+    `history` tokens before: each of `sessions` ends after ten turns, lest a short history becomes a long one."""
     from miles.engine import EngineClient, Sampling
     from miles.session import ChatTokenizer
 
     per_sentence = len(ChatTokenizer.from_folder(folder).encode(SENTENCE * 100)) / 100
     client, rng = EngineClient(engine, TOKEN, folder, max_context=CONTEXT), np.random.default_rng(0)
+    through, relayed, alone = [], [], []
     async with _http() as http:
-        through, alone = [], []
         for n in range(sessions):
             harness = Harness(http, server)
             await harness.open()
@@ -183,22 +209,13 @@ async def added_time(folder: str, server: str, engine: str, history: int, sessio
                 start = time.perf_counter()
                 await client.generate(f"alone{n}.{i}", ids, Sampling(64, stop_token_ids=(2,)), routing_key="bench", routes_from=len(ids) - 60, extra_key="v0")
                 alone.append(time.perf_counter() - start)
+                start = time.perf_counter()
+                async with http.post(f"{relay}/turn?tokens={len(ids)}", data=msgspec.json.encode({"messages": harness.messages})) as r:
+                    await r.read()
+                relayed.append(time.perf_counter() - start)
             await harness.finish()
     await client.close()
-    return statistics.median(t - a for t, a in list(zip(through, alone, strict=True))[3:]), statistics.median(alone[3:])
-
-
-def sync_time(folder: str, writes: int = 100) -> float:
-    """p50 of appending a turn's record to a file and bringing it to disk, seconds."""
-    times = []
-    with open(Path(folder) / "sync", "wb", buffering=0) as f:
-        for _ in range(writes):
-            start = time.perf_counter()
-            f.write(b"x" * 1500)
-            os.fdatasync(f.fileno())
-            times.append(time.perf_counter() - start)
-            time.sleep(0.002)
-    return statistics.median(times)
+    return *(statistics.median(t - a for t, a in list(zip(times, alone, strict=True))[3:]) for times in (through, relayed)), statistics.median(alone[3:])
 
 
 async def throughput(server: str, pid: int, conversations: int) -> tuple[float, float, int]:
@@ -316,11 +333,12 @@ def measure(quick: bool) -> list[dict]:
         moe, folder = str(make_model(Path(scratch) / "moe")), str(make_model(Path(scratch) / "dense", "llama"))
         os.sched_setaffinity(0, {os.cpu_count() - 1})
         with process(os.cpu_count() - 1, "--role", "stub", "--reply", ",".join(map(str, reply_tokens(folder)))) as (_, engine), \
+                process(0, "--role", "relay", "--folder", folder, "--engine", engine, "--store", f"{scratch}/relay") as (_, relay), \
                 process(0, "--role", "server", "--folder", folder, "--engine", engine, "--store", f"{scratch}/sessions") as (server, url):
-            added, sync = {}, sync_time(scratch)
+            added = {}
             for tokens, most in ((1024, 2e-3), (65536, 5e-3)):
-                added[tokens], alone = asyncio.run(added_time(folder, url, engine, tokens, 3 if quick else 20))
-                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * (alone + sync), most=1e3 * most))
+                added[tokens], limit, alone = asyncio.run(added_time(folder, url, engine, relay, tokens, 3 if quick else 20))
+                figures.append(figure(f"added time of a turn, {tokens // 1024}k tokens", "ms", 1e3 * added[tokens], 1e3 * alone, 1e3 * limit, most=1e3 * most))
             figures.append(figure("added time at 64k over that at 1k", "x", added[65536] / added[1024], None, 1.0, most=2.0))
             limit = asyncio.run(harness_limit(engine, 2048 if quick else 4096))
             rate, growth, lost = asyncio.run(throughput(url, server.pid, SESSIONS * (1 if quick else 6)))
@@ -347,7 +365,8 @@ def main() -> int:
         if args.role == "stub":
             asyncio.run(serve_stub([int(t) for t in args.reply.split(",")]))
         else:
-            uvloop.run(serve_sessions(args.folder, args.engine, args.store))
+            serve = serve_relay if args.role == "relay" else serve_sessions
+            uvloop.run(serve(args.folder, args.engine, args.store))
         return 0
     figures = measure(args.quick)
     return tell("session", figures, args.json)
