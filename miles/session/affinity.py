@@ -17,7 +17,7 @@ from miles.engine import EngineClient
 
 PROBE_S = 5.0  # an engine that does not say who it is within this time, after a broken connection, is taken for dead
 
-HEALTH_S = 30.0  # and one that does not generate a token within this time, after a turn that passed its deadline, hangs
+HEALTH_S = 30.0  # and one that does not generate a token (paused: say who it is) within this time, after a turn that passed its deadline, hangs
 
 
 @dataclass(eq=False)
@@ -37,6 +37,23 @@ class Place(NamedTuple):
 
 NOWHERE = Place(Engine(-1, None, alive=False))
 """Where a session is whose engine is dead and that had no turn since."""
+
+
+async def _answers(engine: Engine) -> bool:
+    """Whether it generates a token; or, while it is paused for a version and generates for nobody, whether its server answers."""
+    try:
+        if not engine.client.paused:
+            await engine.client.health(HEALTH_S)
+            return True
+    except EnvironmentFault:
+        if not engine.client.paused:
+            return False
+    try:
+        async with asyncio.timeout(HEALTH_S):
+            await engine.client.info()
+    except (EnvironmentFault, TimeoutError):
+        return False
+    return True
 
 
 class Engines:
@@ -88,13 +105,9 @@ class Engines:
 
     async def overdue(self, engine: Engine) -> bool:
         """A turn on the engine passed its deadline. Whether it hangs, and no session is placed on it any more; otherwise the turn was just too long."""
-        if engine.alive:
-            try:
-                await engine.client.health(HEALTH_S)
-            except EnvironmentFault:
-                if engine.alive and not engine.client.paused:  # of many turns that found it so the first one tells
-                    self._give_up(engine)
-                    self._hung(engine)
+        if engine.alive and not await _answers(engine) and engine.alive:  # of many turns that found it so the first one tells
+            self._give_up(engine)
+            self._hung(engine)
         return not engine.alive
 
     def _give_up(self, engine: Engine) -> None:

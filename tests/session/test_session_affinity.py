@@ -192,6 +192,21 @@ def test_an_engine_that_is_paused_for_a_version_does_not_hang(two):
     two(scenario)
 
 
+def test_an_engine_that_is_paused_for_a_version_and_whose_server_does_not_answer_either_hangs(two, monkeypatch):
+    monkeypatch.setattr(affinity, "HEALTH_S", 0.2)
+
+    async def scenario(w):
+        w.service.limits = SessionLimits(400, 16, 0.3, 1.0)
+        session = w.service.open("k", rank=0)
+        await w.clients[0].pause("in_place")
+        monkeypatch.setattr(w.clients[0], "info", asyncio.Event().wait)
+        with pytest.raises(EnvironmentFault, match="took longer than"):
+            await session.chat([user("hello")])
+        assert [e.rank for e in w.hung] == [0] and w.engines.living(0) is None
+
+    two(scenario)
+
+
 def test_an_engine_that_generates_nothing_after_a_turn_passed_its_deadline_hangs_and_is_told_once(two, monkeypatch):
     monkeypatch.setattr(affinity, "HEALTH_S", 0.2)
 
