@@ -12,6 +12,7 @@ tasks in the same order and trained batches. The tests of a task sleep for its s
 tasks take time away from the engine; the engine's part of a trajectory and the training step are small beside it. So this compares schedules, not engines: on
 a CPU an engine slows down with every trajectory, and overlap of computing would show what two cores can do and nothing else.
   trained per minute   between the ends of the first and of the last step but one, since engines start empty and run dry at the end
+  in flight            time average over the cap, from when the cap was first reached until the last trajectory was started; limit: 1
   simulator            a run's schedule simulated with the times of that run (each trajectory's seconds in the order of their start; the means of
                        training and publishing), against what was measured; limit: what was measured, target: within 15 %
   at equal times       both schedules simulated with the times of the asynchronous run: what the machine did beside the two runs is out of this
@@ -113,6 +114,15 @@ def middle_per_minute(ends, trained) -> float:
     return 60 * sum(trained[1:-1]) / (ends[-2] - ends[0])
 
 
+def share_in_flight(data) -> float:
+    """Time average of the trajectories in flight, over the cap, from when it was first reached until the last trajectory was started."""
+    played, cap = data.tables["trajectories"], data.config.rollout.in_flight
+    ends, starts = played["time"], played["time"] - played["seconds"]
+    first, last = sorted(starts)[cap - 1], starts.max()
+    inside = ends.clip(first, last) - starts.clip(first, last)
+    return float(inside.sum() / (last - first) / cap)
+
+
 def replay(data, sync: bool) -> Outcome:
     """The schedule simulated with the times that a run took."""
     steps, played, weights = data.tables["steps"], data.tables["trajectories"], data.tables["weights"]
@@ -146,6 +156,7 @@ def measured(site: Path) -> list[dict]:
     out = replay(runs["async"], sync=True)
     return [
         figure("real engine: trained", unit, rates["async"], rates["sync"], limit, least=2, of_ratio=True),
+        figure("real engine: in flight over the cap", "", share_in_flight(runs["async"]), share_in_flight(runs["sync"]), 1.0, least=0.95),
         *(figure(f"real engine, {mode}: simulator", unit, simulated[mode], rates[mode], rates[mode], within=AGREE, **took[mode]) for mode in runs),
         figure("real engine, at equal times", unit, simulated["async"], middle_per_minute(out.step_ends, out.trained), limit, least=2, of_ratio=True),
     ]
