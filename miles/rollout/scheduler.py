@@ -20,6 +20,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from miles.buffer.state import BufferState, GroupInfo, Status
 
@@ -135,7 +136,7 @@ class Scheduler:
         self.rules, self._tasks, self._state = rules, list(tasks), state
         self._open: dict[int, _Open] = {}
         self._waiting: deque[Sample] = deque()
-        self._running: dict[Sample, _Run] = {}
+        self._running: dict[Sample, _Run] = {}  # in the order in which they are overdue, since time only rises
         self._held: dict[Sample, tuple[int, int]] = {}  # waiting sample -> (turns on disk, rank that has them)
         self._copies: dict[Sample, set[int]] = {}  # sample that has not ended -> ranks that have turns of it
         self._released: list[Release] = []
@@ -146,7 +147,7 @@ class Scheduler:
         self._engines: dict[int, int] = {}  # living rank -> version it serves
         self._slots: dict[int, int] = {}  # rank of a pool -> most trajectories it may have at once
         self._now = 0.0
-        self._heard: dict[int, float] = {}  # rank -> when its engine was last said to live
+        self._heard: dict[int, float] = {}  # living rank of the run -> when its engine was last said to live, the most silent first
         self._newest_version = -1
         self._over = -1  # the version whose turn on shared GPUs has ended
         self._next_id = state.next_group_id()
@@ -163,10 +164,12 @@ class Scheduler:
         the run's own engines have."""
         if slots is not None:
             self._slots[rank] = slots
-        elif rank not in self._engines:
-            self._load(rank, 0)
+        else:
+            if rank not in self._engines:
+                self._load(rank, 0)
+            self._heard.pop(rank, None)
+            self._heard[rank] = self._now
         self._engines[rank] = version
-        self._heard[rank] = self._now
         self._newest_version = max(self._newest_version, version)
 
     def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
@@ -184,6 +187,7 @@ class Scheduler:
     def engine_down(self, rank: int) -> None:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
+        self._heard.pop(rank, None)
 
     def moved(self, group_id: int, sample: int, rank: int, by: int | None = None) -> None:
         """A running sample, whose own engine died, is served by that of `rank` now. `by`: as of `finished`."""
@@ -244,9 +248,10 @@ class Scheduler:
         self._now = now
         if now >= self.rules.held_s:
             self._holders.clear()
-        for rank in [r for r in self._engines if r not in self._slots and now - self._heard[r] >= self.rules.silent_s]:
+        for rank, _ in list(takewhile(lambda heard: now - heard[1] >= self.rules.silent_s, self._heard.items())):
             self.engine_down(rank)
-        late = [Overdue(group_id, sample, self._open[group_id].task_id, run.player) for (group_id, sample), run in self._running.items() if now >= run.overdue_at]
+        overdue = takewhile(lambda item: now >= item[1].overdue_at, self._running.items())
+        late = [Overdue(group_id, sample, self._open[group_id].task_id, run.player) for (group_id, sample), run in overdue]
         for o in late:
             self.engine_down(o.rank)
             self._open[o.group_id].late[o.sample] = o.rank
