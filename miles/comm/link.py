@@ -18,6 +18,7 @@ Without a link both sides still look every second or two.
 from __future__ import annotations
 
 import contextlib
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -41,6 +42,7 @@ class Link:
         self._pair = ""  # pair of epochs that _comm or _handshake belongs to
         self._handshake: Handshake | None = None
         self._pending: list[MPI.Request] = []
+        self._waking = threading.Lock()
 
     @property
     def connected(self) -> bool:
@@ -59,11 +61,12 @@ class Link:
             self._shake(pair, self._dir / f"hello.{pair}", self._dir / f"port.{pair}")
 
     def wake(self) -> None:
-        """Tell the peer to look at the files now. Lost when there is no peer."""
-        if self._comm is None:
+        """Tell the peer to look at the files now. Lost when there is no peer. Of any thread."""
+        comm = self._comm
+        if comm is None:
             return
-        with contextlib.suppress(MPI.Exception):  # a dead peer: its successor will connect and look at the files anyway
-            self._pending.append(self._comm.Isend(np.zeros(1, np.uint8), 0, _TAG))
+        with self._waking, contextlib.suppress(MPI.Exception):  # a dead peer: its successor will connect and look at the files anyway
+            self._pending.append(comm.Isend(np.zeros(1, np.uint8), 0, _TAG))
             self._pending = [r for r in self._pending if not r.Test()][-_MAX_PENDING:]
 
     def woken(self) -> bool:

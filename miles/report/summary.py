@@ -31,6 +31,7 @@ STEP_SERIES = (
     "fetch_s",
     "train_s",
     "publish_s",
+    "published_s",
     "checkpoint_s",
     "staleness_mean",
     "staleness_max",
@@ -249,7 +250,8 @@ def tokens(steps: Table) -> dict[str, Any]:
 def weights(data: RunData, steps: Table) -> dict[str, Any]:
     """versions: distinct versions seen (published, applied or on disk). Per transport: seconds of each phase per engine, over applied
     versions; total_s counts from publication; pause_s is what generation loses. The first version of each rollout process stands apart
-    (`first_load_s`: pull and pause), because it waits for the engine's start."""
+    (`first_load_s`: pull and pause), because it waits for the engine's start. trainer: seconds of each version that the trainer waited
+    (`publish_s`), and until the version was there (`published_s`), some of them beside its next step."""
     applied = data.tables.get("weights") or {}
     seen = set(data.versions_on_disk) | set(applied.get("version", np.array([])).astype(int).tolist())
     if "published_version" in steps:
@@ -259,6 +261,7 @@ def weights(data: RunData, steps: Table) -> dict[str, Any]:
         "applied": 0,
         "failed": 0,
         "first_load_s": spread(None),
+        "trainer": {k: spread(steps.get(k)) for k in ("publish_s", "published_s")},
         "transports": {},
     }
     if not applied:

@@ -231,6 +231,11 @@ def _weights(s: dict[str, Any]) -> list[str]:
         f"{w['versions']} versions; {w['applied']} applied by engines, {w['failed']} refused; first load "
         f"{_spread(w['first_load_s'], '.2f', ' s')}",
     ]
+    if w["trainer"]["published_s"]["count"]:
+        out.append(
+            f"trainer: waits {_spread(w['trainer']['publish_s'], '.3f', ' s')} for a version, which is there after "
+            f"{_spread(w['trainer']['published_s'], '.3f', ' s')}"
+        )
     for name, t in w["transports"].items():
         median = {k: number(v.get("median"), ".3f", " s") for k, v in t.items() if isinstance(v, dict)}
         out.append(

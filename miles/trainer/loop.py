@@ -3,9 +3,14 @@
     while step < steps:
         batch    = take groups from the buffer            (waits; drops what is too stale; or stops on a signal)
         metrics  = forward, backward, optimizer step
-        version  = publish the new weights to the engines
+        version  = publish the new weights to the engines (gathered and compared; written beside the next step)
         journal  the groups as trained
         checkpoint now and then, and before stopping      (a copy is taken; it is written beside the next steps)
+        log      the step, once its version is there
+
+A version that was begun is settled, and its error raised, before anything is said that needs it: the next version; the COMMIT of a checkpoint that names it;
+the step in the log; the end of the run. The journal does not need it: killed before the version is there, a trainer goes on from its checkpoint, whatever the
+journal says of later steps, and publishes that under the next number. No engine has seen what was not there.
 
 On GPUs shared with the engines, publishing comes last: it gives them the GPUs, which each batch then waits for (miles.weights.turns).
 
@@ -16,6 +21,7 @@ from __future__ import annotations
 
 import signal
 import time
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +97,8 @@ class Trainer:
         signal.signal(signal.SIGUSR2, lambda *_: setattr(self, "_stop", "USR2: time limit or preemption"))
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_stop", TERM))
         self.queue = self.link = self.publisher = self.log = None
+        self.publication: Future[Published] | None = None  # leader: the newest version, there or on its way
+        self.unlogged: dict[str, Any] | None = None  # leader: row of the step that made it
         if world.leader:
             remove_unfinished(run.weights_dir)
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
@@ -102,13 +110,15 @@ class Trainer:
         self.quantize = Export.of(c, self.model.arch.family)
         self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
         self.feed = Feed(run, world, self.train_step, self.queue, self.link, lambda: self._stop, lambda: self.checkpoints.written, self._serve_late, self._late,
-                         lambda: self.publish_gathered(LATE))
+                         lambda: self.publish(LATE))
 
     def run(self) -> int:
         self.publish()  # engines start from what this trainer holds, a checkpoint or the model folder
         while self.step < self.config.run.steps:
             start, began = time.time(), time.monotonic()
             batch = self.feed.next(self.step + 1)
+            if batch.plan.commit or batch.plan.stop:
+                self.settle()
             if batch.plan.commit:
                 self.commit_checkpoint(wait=True)
                 continue
@@ -124,7 +134,7 @@ class Trainer:
             t1 = time.monotonic()
             self.step += 1
             if not self.turns.shared:
-                published = self.publish()
+                self.publish()
             t2 = time.monotonic()
             if self.queue is not None:
                 self.queue.trained(batch.groups, batch.plan.version, self.step)
@@ -133,10 +143,11 @@ class Trainer:
             self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last)
             t3 = time.monotonic()
             if self.turns.shared:
-                published = self.publish()
-            times = {"start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s, "checkpoint_s": t3 - t2,
-                     "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.monotonic() - began}
-            self.log_step(batch, metrics, published, times)
+                self.publish()
+            times = {"time": time.time(), "start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s,
+                     "checkpoint_s": t3 - t2, "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.monotonic() - began}
+            self.log_step(batch, metrics, times)
+        self.settle()
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")
             self.link.wake()
@@ -152,28 +163,37 @@ class Trainer:
         return claim(folder_of(base, self.dir.path.name), self.epoch, self.world.rank)
 
     # -- parts ---------------------------------------------------------------------------------------------------------------
-    def publish(self) -> Published | None:
-        """Collective: give the engines the new weights, straight from all ranks or gathered; and where GPUs are shared, these before they get them. Raises
-        StructureError, before anybody sees them, when it is found that ranks which hold the same weights do not hold the same."""
+    def publish(self, note: str = "") -> None:
+        """Collective: give the engines the new weights, straight from all ranks or gathered bucket by bucket on the leader (note: why, where it is not for how
+        things are sent); and where GPUs are shared, these before they get them. The weights may change when this returns. Raises StructureError, before anybody
+        sees them, when it is found that ranks which hold the same weights do not hold the same."""
+        self.settle()
         self.replicas.check_now_and_then()
-        note = ""
-        if self.sender is not None:
+        if self.sender is not None and not note:
             start = time.monotonic()
             found = self.sender.fill(self.publisher.fillable() if self.publisher is not None else None)
             if isinstance(found, Filled):
-                return self.publisher.publish_filled(self.step, found, time.monotonic() - start) if self.publisher is not None else None
+                if self.publisher is not None:
+                    self.publication = self.publisher.publish_filled(self.step, found, time.monotonic() - start)
+                return
             note = found
-        return self.publish_gathered(note)
-
-    def publish_gathered(self, note: str) -> Published | None:
-        """Collective: gather the weights on the leader, bucket by bucket, which publishes them. note: why they go this way."""
         tensors = export_hf(self.model.chunks, self.model.arch)
         if self.publisher is not None:
-            return self.publisher.publish(self.step, self.quantize(tensors), gathered=self._give, note=note)
+            self.publication = self.publisher.begin(self.step, self.quantize(tensors), gathered=self._give, note=note)
+            return
         for _ in tensors:
             pass  # the others send their shares
         self._give()
-        return None
+
+    def settle(self, *, wait: bool = True) -> None:
+        """Leader: when the newest version is there (`wait`: wait for it), log the step that made it. Raises what kept it from that."""
+        if self.publication is None or not (wait or self.publication.done()):
+            return
+        published, row = self.publication.result(), self.unlogged
+        if row is not None:
+            self.unlogged = None
+            self.log.row("steps", **row, published_version=published.version, transport=published.transport, published_bytes=published.bytes,
+                         published_s=published.seconds, note=published.note)
 
     def _give(self) -> None:
         self.release_s = self.turns.give()
@@ -188,10 +208,12 @@ class Trainer:
                 frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT))
             self.checkpoints.begin(self.step, self.model, self.optimizer, self.critic, frontier)
         if wait:
+            self.settle()
             self.commit_checkpoint(wait=True)
 
     def commit_checkpoint(self, *, wait: bool = False) -> None:
-        """Collective: publish the checkpoint in progress when all of it is written; with `wait`, when that is so."""
+        """Collective: publish the checkpoint in progress when all of it is written; with `wait`, when that is so. The version that it names was settled
+        before, if only because the next one was begun."""
         done = self.checkpoints.poll(wait=wait)
         if done is not None and self.queue is not None:
             self.queue.retire(up_to_step=done.oldest)
@@ -210,7 +232,9 @@ class Trainer:
         return combined_checksum(expected_checksums(state, **how)) if how is not None else ""
 
     def _serve_late(self) -> int:
-        """Leader, while it waits: send the weights again to an engine that came late, or whose batch has holes. Returns the version being trained."""
+        """Leader, while it waits: log the last step when its version is there; send the weights again to an engine that came late, or whose batch has holes.
+        Returns the version being trained."""
+        self.settle(wait=False)
         self.publisher.serve_late()
         if self.turns.given_back():
             self.publisher.again("the batch is not complete")
@@ -220,7 +244,8 @@ class Trainer:
         """Leader: an engine waits for weights that nobody holds whole."""
         return not self.publisher.holds and self.publisher.late()
 
-    def log_step(self, batch: Batch, metrics: StepMetrics, published: Published | None, times: dict[str, float]) -> None:
+    def log_step(self, batch: Batch, metrics: StepMetrics, times: dict[str, float]) -> None:
+        """Leader: the row of a step, which is logged when its version is there."""
         if self.log is None:
             return
         plan = batch.plan
@@ -231,12 +256,13 @@ class Trainer:
         for staleness, found in figures.pop("by_staleness"):
             self.log.row("truth", step=self.step, version=plan.version, staleness=staleness, **found._asdict())
         recorded = sum(self.queue.state.groups[g].tokens for g in batch.groups)
-        self.log.row("steps", step=self.step, version=plan.version, published_version=published.version, transport=published.transport,
-                     published_bytes=published.bytes, note=published.note, epoch=self.epoch, wait_s=plan.wait_s, fetch_s=batch.fetch_s, **times,
-                     groups=len(batch.groups), trajectories=len(rollouts), leaves=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
-                     reward_min=rewards.min(), reward_max=rewards.max(), staleness_mean=ages.mean(), staleness_max=int(ages.max()),
-                     queue_groups=len(self.queue.state.ready_in_order()), dropped_stale=plan.dropped_stale,
-                     unaccounted_tokens=abs(recorded - metrics.tokens), **figures)
+        self.unlogged = dict(
+            step=self.step, version=plan.version, epoch=self.epoch, wait_s=plan.wait_s, fetch_s=batch.fetch_s, **times,
+            groups=len(batch.groups), trajectories=len(rollouts), leaves=len(plan.items), reward_mean=rewards.mean(), reward_std=rewards.std(),
+            reward_min=rewards.min(), reward_max=rewards.max(), staleness_mean=ages.mean(), staleness_max=int(ages.max()),
+            queue_groups=len(self.queue.state.ready_in_order()), dropped_stale=plan.dropped_stale,
+            unaccounted_tokens=abs(recorded - metrics.tokens), **figures)
+        self.settle(wait=False)
 
     def close(self, code: int) -> int:
         dist.barrier()

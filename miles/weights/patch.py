@@ -33,7 +33,7 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -99,62 +99,93 @@ _local = _Local()
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------------
+class _Head(NamedTuple):
+    """A tensor whose blocks follow."""
+
+    name: str
+    shape: list[int]
+    dtype: str
+    base: str  # as in `_Tensor`
+
+
+class Encoded(NamedTuple):
+    """A block of a patch, as `encode_patch` makes it for `write_patch`. Of a tensor without elements there is a head and no block."""
+
+    head: _Head | None  # of the tensor that begins with this block
+    block: _Block | None
+    streams: list[bytes]
+
+    @property
+    def size(self) -> int:
+        """Bytes that it adds to the file, and holds until they are there."""
+        return sum(map(len, self.streams))
+
+
 @dataclass(frozen=True)
 class Written:
     size: int  # bytes of the file
     digest: str  # of the index: of everything
-    tensors: dict[str, tuple[str, bool]]  # name -> digest of the new tensor, whether it changed
+    tensors: dict[str, dict[str, Any]]  # as in a manifest: name -> shape, dtype, digest
 
 
-def write_patch(out: BinaryIO, new: Tensors, old: State, base_digests: dict[str, str] | None = None, *, advance: bool = False) -> Written:
-    """Write the patch from `old` to `new`. A tensor that `old` lacks, or has in another shape or dtype, goes whole. `new` may be a generator: a tensor of
-    it is let go of when it is written.
+def encode_patch(new: Tensors, old: State, base_digests: dict[str, str] | None = None, *, advance: bool = False) -> Iterator[Encoded]:
+    """The patch from `old` to `new`, block by block: all that needs the two states. A tensor that `old` lacks, or has in another shape or dtype, goes whole.
+    `new` may be a generator: a tensor of it is let go of when it is encoded.
 
     base_digests: `digest` of each of `old`'s tensors, where they are known; otherwise they are taken here. advance: make `old` the new state, block by
-    block, while each is in the cache; `old` must own its memory, and is of no use when this raises.
+    block, while each is in the cache; `old` must own its memory, and is of no use when this raises or is not exhausted.
     """
-    out.write(_MAGIC)
-    size = len(_MAGIC)
-    heads = []
+    named: set[str] = set()
 
-    def jobs() -> Iterator[tuple[np.ndarray, np.ndarray | None, bool]]:
+    def jobs() -> Iterator[tuple[_Head | None, np.ndarray | None, np.ndarray | None, bool]]:
         for name, tensor in new:
+            named.add(name)
             base = old.get(name)
             if base is not None and (base.shape != tensor.shape or base.dtype != tensor.dtype):
                 base = None
-            parts = blocks(tensor)
             stated = "" if base is None else base_digests[name] if base_digests else digest(base)
-            heads.append((name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), stated, len(parts)))
+            head = _Head(name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), stated)
             if advance and base is None:
                 old[name] = tensor
-            yield from ((part, held, advance) for part, held in zip(parts, blocks(base) if base is not None else [None] * len(parts), strict=True))
+            parts = blocks(tensor) or [None]
+            held = (blocks(base) if base is not None else []) or [None] * len(parts)
+            yield from ((head if i == 0 else None, *pair, advance) for i, pair in enumerate(zip(parts, held, strict=True)))
 
-    records = []
-    for record, payload in _in_order(_encode, jobs()):
-        records.append(record)
-        for stream in payload:
+    yield from _in_order(_encode, jobs())
+    if advance:
+        for gone in old.keys() - named:
+            del old[gone]
+
+
+def write_patch(out: BinaryIO, encoded: Iterable[Encoded]) -> Written:
+    """Write what `encode_patch` makes. Looks at neither state, so that they may change meanwhile."""
+    out.write(_MAGIC)
+    size = len(_MAGIC)
+    heads: list[tuple[_Head, list[_Block]]] = []
+    for head, block, streams in encoded:
+        if head is not None:
+            heads.append((head, []))
+        if block is not None:
+            heads[-1][1].append(block)
+        for stream in streams:
             out.write(stream)
             size += len(stream)
-    if advance:
-        for gone in old.keys() - {head[0] for head in heads}:
-            del old[gone]
-    rest, tensors = iter(records), []
-    for name, shape, dtype, stated, count in heads:
-        mine = [next(rest) for _ in range(count)]
-        tensors.append(_Tensor(name, shape, dtype, stated, join([b.digest for b in mine]), mine))
+    tensors = [_Tensor(*head, join([b.digest for b in mine]), mine) for head, mine in heads]
     index = msgspec.msgpack.encode(_Index(BLOCK_BYTES, tensors))
     mark = xxhash.xxh3_128_digest(index)
     out.write(index + len(index).to_bytes(8, "little") + mark + _MAGIC)
-    return Written(size + len(index) + _FOOTER, mark.hex(), {t.name: (t.digest, not t.base or any(b.kind != "same" for b in t.blocks)) for t in tensors})
+    return Written(size + len(index) + _FOOTER, mark.hex(), {t.name: {"shape": t.shape, "dtype": t.dtype, "digest": t.digest} for t in tensors})
 
 
-def _encode(new: np.ndarray, old: np.ndarray | None, advance: bool) -> tuple[_Block, list[bytes]]:
+def _encode(head: _Head | None, new: np.ndarray | None, old: np.ndarray | None, advance: bool) -> Encoded:
+    if new is None:
+        return Encoded(head, None, [])
     if old is None:
-        return _dense(new, _planes(new))
-    encoded = _encode_changes(new, old)
-    if advance and encoded[0].kind != "same":
+        return Encoded(head, *_dense(new, _planes(new)))
+    block, streams = _encode_changes(new, old)
+    if advance and block.kind != "same":
         old[:] = new
-    return encoded
+    return Encoded(head, block, streams)
 
 
 def _encode_changes(new: np.ndarray, old: np.ndarray) -> tuple[_Block, list[bytes]]:

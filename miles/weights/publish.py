@@ -8,13 +8,24 @@ have a version. Where they could not, the caller gathers, and `publish` goes by 
 A rank that refuses the newest version, because a file of it is damaged or gone, is given the same weights as a keyframe under a new number, whatever the transport.
 `auto` tries each of these (miles.weights.choose) on versions before which every engine serves the one before, and waits there until every engine serves
 the new one.
+
+On disk the trainer waits for what needs its weights, and the rest is done by a thread beside its next step:
+
+    begin    keyframe: gather into the state that is held          delta: gather, compare with that state, encode; it becomes the new one
+    beside   write it (nobody changes it before the next `begin`)  write the encoded blocks, of which `WAITING_BYTES` may wait, else the gathering waits
+             sync, manifest, rename into place, retire old versions, wake the engines
+
+There is one version on its way at most: each `begin` waits for the one before. Not beside, but in `begin`: what goes over a wire (collectives of two threads on
+one device wait for each other for ever), what `auto` measures, and everything in synchronous mode, where the next batch is made with this version (and
+on shared GPUs its appearance gives the engines the memory).
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +34,8 @@ from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks, serving
 from miles.weights.broadcast import BroadcastGroup
 from miles.weights.choose import Figure, choose, ways
+from miles.weights.digest import BLOCK_BYTES
+from miles.weights.handoff import Handoff
 from miles.weights.p2p.filled import Filled
 from miles.weights.patch import State, Tensors
 from miles.weights.store import FILES, Manifest, WeightStore
@@ -30,6 +43,9 @@ from miles.weights.store import FILES, Manifest, WeightStore
 POLL_S = 0.02
 REPAIRS = 3
 """Keyframes in a row that are published for a rank that refuses each: what is wrong is then on its side, and every version makes the groups in the buffer older."""
+WAITING_BYTES = 4 * BLOCK_BYTES
+"""Of encoded blocks that are not written yet: a second of the file system's where few elements change, and where most do (a block is then about as large
+as what it encodes) little beside the bucket that is gathered and the blocks in work."""
 NOT_SERVED = "an engine does not serve the version before"
 Checksum = Callable[[State], str]
 
@@ -39,7 +55,7 @@ class Published:
     version: int
     transport: str  # disk | broadcast | p2p
     bytes: int  # that left the trainer; what is broadcast counts once
-    seconds: float
+    seconds: float  # from the first look at the weights until it was there
     note: str = ""  # why it did not go the way it should
 
 
@@ -64,12 +80,17 @@ class Publisher:
         self._groups_made = 0
         self._ways, self._figures = ways(run.config), list[Figure]()
         self._trial = False  # all engines served the version before when this one began
-        self.version = max(store.newest() or 0, after)  # numbers go on where any earlier epoch stopped
+        self._beside, self._thread = run.config.run.mode == "async", ThreadPoolExecutor(1, thread_name_prefix="publish")
+        self._writing: Future[Published] | None = None
+        self.version = max(store.newest() or 0, after)  # the newest, there or on its way; numbers go on where any earlier epoch stopped
 
-    def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Published:
+    def begin(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Future[Published]:
         """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
         that is held there is only what it makes at a time. `gathered` is called when all are there, before anybody sees the version. note: why they were not
-        sent point to point, where they should have been."""
+        sent point to point, where they should have been.
+
+        What is left when this returns needs nothing of the caller's. Its error is the future's, and the next call's that waits for it."""
+        self.settle()
         start, way = time.monotonic(), self._way
         self._trial = self._all_serve(self._acks())
         if way != "disk":
@@ -84,15 +105,25 @@ class Publisher:
             except EnvironmentFault as e:
                 note = f"{note}; {e.found}" if note else e.found
                 self._leave_group()
-        m = self._disk(step, tensors, gathered)
-        return self._done(step, m, "disk", m.file_size, start, note)
+        return self._measured(self._disk(step, tensors, gathered, start, note), start)
+
+    def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Published:
+        """`begin`, and wait."""
+        return self.begin(step, tensors, gathered, note).result()
+
+    def settle(self) -> None:
+        """Wait until the version that was begun is there. Raises, once, what kept it from that: its number is used up then, and the next is a keyframe."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
 
     def fillable(self) -> int | None:
         """The rollout epoch whose ranks are to be sent the next version point to point: all of them serve the version before."""
         return self._run.current_epoch(Role.ROLLOUT) if self._way == "p2p" and self.version and self._all_serve(self._acks()) else None
 
-    def publish_filled(self, step: int, filled: Filled, seconds: float) -> Published:
+    def publish_filled(self, step: int, filled: Filled, seconds: float) -> Future[Published]:
         """Publish what the rollout ranks were filled with. seconds: that took."""
+        self.settle()
         start, self._trial = time.monotonic(), True
         extra = {"p2p": {"link": filled.link, "serial": filled.serial, "receivers": filled.receivers}, "checksum_of": self._checksum_of}
         m = self._store.publish_filled(self.version + 1, step, filled.tensors, self._epoch, base=self.version, extra=lambda: extra)
@@ -106,11 +137,11 @@ class Publisher:
         return self._state is not None
 
     def late(self) -> bool:
-        """Whether the newest weights have to be published again: its folder is gone; a rank has refused it; or an engine that (re)started waits for a version
-        that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises EnvironmentFault when every rank refuses
+        """Whether the newest weights have to be published again, none being on their way: its folder is gone; a rank has refused it; or an engine that
+        (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises EnvironmentFault when every rank refuses
         whatever is published."""
         m = self._last
-        if m is None:
+        if m is None or (self._writing is not None and not self._writing.done()):
             return False
         acks = self._acks()
         if self._refusing(acks) or (self._store.newest() or 0) < m.version:
@@ -130,9 +161,8 @@ class Publisher:
 
     def again(self, note: str) -> Published:
         """Publish what was published last under a new number, on disk."""
-        start = time.monotonic()
-        m = self._disk(self._step, None, lambda: None)
-        return self._done(self._step, m, "disk", m.file_size, start, note)
+        self.settle()
+        return self._disk(self._step, None, lambda: None, time.monotonic(), note).result()
 
     def _hold(self, tensors: Tensors) -> None:
         """Make the state that is held these tensors, in its own memory where it fits."""
@@ -147,31 +177,43 @@ class Publisher:
         self._state = {n: t for n, t in held.items() if n in named} if named else held
 
     # -- transports ----------------------------------------------------------------------------------------------------------
-    def _disk(self, step: int, tensors: Tensors | None, gathered: Callable[[], None]) -> Manifest:
+    def _disk(self, step: int, tensors: Tensors | None, gathered: Callable[[], None], start: float, note: str) -> Future[Published]:
         """tensors: None for a keyframe of the state that is held."""
         refusing = self._refusing(self._acks())
-        delta = tensors is not None and self._way == "disk" and self._on_files and self.holds and not refusing and self._since_keyframe + 1 < self._config.keyframe_every
-        version = self.version + 1
-
-        def extra() -> dict:  # asked once the tensors are written
-            gathered()
-            return {"checksum_of": self._checksum_of}
-
+        delta = (tensors is not None and self._way == "disk" and self._on_files and self.holds and not refusing
+                 and self._since_keyframe + 1 < self._config.keyframe_every)
+        version, base, extra = self.version + 1, self.version, {"checksum_of": self._checksum_of}
+        self._on_files = False  # until it is there
         if delta:
+            handoff = Handoff(WAITING_BYTES)
+            writing = self._thread.submit(self._write, start, note, lambda: handoff.use(
+                lambda encoded: self._store.publish_delta(version, step, encoded, self._epoch, base=base, extra=lambda: extra)))
             try:
-                m = self._store.publish_delta(version, step, tensors, self._state, self._epoch, base=self.version, extra=extra)
+                handoff.feed(_then(self._store.encode_delta(base, tensors, self._state), gathered))
             except BaseException:
                 self._state = None  # half of the new one
+                wait([writing])
                 raise
         else:
             if tensors is not None:
                 self._hold(tensors)
-            m = self._store.publish(version, step, self._state, self._epoch, extra=extra)
+            gathered()
+            state = self._state
+            writing = self._thread.submit(self._write, start, note, lambda: self._store.publish(version, step, state, self._epoch, extra=lambda: extra))
             self._repairs.update(a.rank for a in refusing)
-        self._since_keyframe, self._on_files = self._since_keyframe + 1 if delta else 0, True
+        self._since_keyframe = self._since_keyframe + 1 if delta else 0
+        self.version, self._step, self._writing = version, step, writing
+        if not self._beside:
+            wait([writing])
+        return writing
+
+    def _write(self, start: float, note: str, publish: Callable[[], Manifest]) -> Published:
+        """In the thread beside the trainer's."""
+        self._last = m = publish()
+        self._on_files = True
         self._store.retire(self._config.keep_keyframes, serving(self._run))
         self._wake()
-        return m
+        return Published(m.version, "disk", m.file_size, time.monotonic() - start, note)
 
     def _ready_group(self) -> BroadcastGroup | None:
         """The group over the engines that live now, made anew when they are others; None unless all of them serve the version before."""
@@ -201,20 +243,21 @@ class Publisher:
         group.send(self._state)
         return m
 
-    def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Published:
+    def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Future[Published]:
         self.version, self._step, self._last = m.version, step, m
-        return self._measured(Published(m.version, transport, size, time.monotonic() - start, note), start)
+        return self._measured(_known(Published(m.version, transport, size, time.monotonic() - start, note)), start)
 
     @property
     def _way(self) -> str:
         return choose(self._ways, self._figures)[0]
 
-    def _measured(self, published: Published, start: float) -> Published:
+    def _measured(self, publication: Future[Published], start: float) -> Future[Published]:
         """With a choice still to be made: how long it takes until every engine serves this version, which the note says."""
         way, decided = choose(self._ways, self._figures)
         trial, self._trial = self._trial, False
         if decided or not trial:
-            return published
+            return publication
+        published = publication.result()
         while (served := self._all_serve(acks := self._acks())) is False and not self._refusing(acks) and time.monotonic() - start < self._config.ack_timeout_s:
             time.sleep(POLL_S)
         seconds = time.monotonic() - start
@@ -222,7 +265,7 @@ class Publisher:
         said = f"auto: {way} {seconds:.2f} s" if self._figures[-1][1] is not None else f"auto: {way} failed"
         way, decided = choose(self._ways, self._figures)
         said += f"; from now on {way}" if decided else ""
-        return replace(published, note=f"{published.note}; {said}" if published.note else said)
+        return _known(replace(published, note=f"{published.note}; {said}" if published.note else said))
 
     def _acks(self) -> dict[int, Ack]:
         return read_acks(self._run, self._run.current_epoch(Role.ROLLOUT))
@@ -242,3 +285,15 @@ class Publisher:
         if self._group is not None:
             self._group.close()
         self._group, self._members = None, ()
+
+
+def _known(published: Published) -> Future[Published]:
+    future: Future[Published] = Future()
+    future.set_result(published)
+    return future
+
+
+def _then(things: Iterator, call: Callable[[], None]) -> Iterator:
+    """All of them; then `call`, before the end is seen."""
+    yield from things
+    call()

@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from miles.core import Role, StructureError
 from miles.rundir import RunDir, publish_dir, remove_tree, temp_path
 from miles.rundir.publish import explain_os_errors
 from miles.weights.digest import digest
-from miles.weights.patch import Patch, State, Tensors, write_patch
+from miles.weights.patch import Encoded, Patch, State, Tensors, encode_patch, write_patch
 from miles.weights.retention import expired
 
 _KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
@@ -156,14 +156,18 @@ class WeightStore:
         """Publish a keyframe. Fenced by the trainer's epoch. `extra` is asked once the tensors are written."""
         return self._publish(version, step, None, "keyframe", epoch, lambda tmp: _save_keyframe(tmp / _KEYFRAME, state), extra)
 
-    def publish_delta(self, version: int, step: int, tensors: Tensors, snapshot: State, epoch: int, *, base: int, extra: Extra = dict) -> Manifest:
-        """Publish `tensors` as a delta to version `base`, whose state `snapshot` is: it becomes the new one meanwhile, so that there is never more than
-        one in memory. When this raises, it is neither."""
+    def encode_delta(self, base: int, tensors: Tensors, snapshot: State) -> Iterator[Encoded]:
+        """The blocks of `tensors` as a delta to version `base`, whose state `snapshot` is: it becomes the new one meanwhile, so that there is never more than
+        one in memory. When this raises, or is not exhausted, it is neither."""
         try:
             base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
         except (FileNotFoundError, StructureError):
             base_digests = None  # readers that have the base can use the delta all the same
-        return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, tensors, snapshot, base_digests), extra)
+        return encode_patch(tensors, snapshot, base_digests, advance=True)
+
+    def publish_delta(self, version: int, step: int, encoded: Iterable[Encoded], epoch: int, *, base: int, extra: Extra = dict) -> Manifest:
+        """Publish what `encode_delta` makes, which may be in another thread."""
+        return self._publish(version, step, base, "delta", epoch, lambda tmp: _save_delta(tmp / _DELTA, encoded), extra)
 
     def publish_broadcast(self, version: int, step: int, state: State, epoch: int, *, base: int, extra: Extra) -> Manifest:
         """Announce a version whose bytes travel over a process group."""
@@ -232,10 +236,10 @@ def _description(tensor: torch.Tensor, digest: str) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch."), "digest": digest}
 
 
-def _save_delta(path: Path, tensors: Tensors, snapshot: State, base_digests: dict[str, str] | None) -> _Saved:
+def _save_delta(path: Path, encoded: Iterable[Encoded]) -> _Saved:
     with open(path, "wb") as f:
-        written = write_patch(f, tensors, snapshot, base_digests, advance=True)
-    return {n: _description(snapshot[n], d) for n, (d, _) in written.tensors.items()}, written.size, written.digest
+        written = write_patch(f, encoded)
+    return written.tensors, written.size, written.digest
 
 
 def _save_keyframe(path: Path, state: State) -> _Saved:

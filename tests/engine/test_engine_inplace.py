@@ -7,7 +7,7 @@ from miles.core import StructureError
 from miles.engine.handover import READY
 from miles.engine.inplace import Rehearsal, apply_patch, hugging_face_views
 from miles.weights.digest import bits
-from miles.weights.patch import Patch, write_patch
+from miles.weights.patch import Patch, encode_patch, write_patch
 
 L = "model.layers.0."
 SHAPES = {
@@ -36,7 +36,7 @@ def fused(s):
 
 def patch(tmp_path, new, old):
     with open(tmp_path / "p", "wb") as f:
-        write_patch(f, new.items(), old)
+        write_patch(f, encode_patch(new.items(), old))
     return tmp_path / "p"
 
 

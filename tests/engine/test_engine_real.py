@@ -29,7 +29,7 @@ from miles.weights.digest import bits
 from miles.weights.p2p.image import Image
 from miles.weights.p2p.plan import Tensor
 from miles.weights.p2p.receivers import whole
-from miles.weights.patch import write_patch
+from miles.weights.patch import encode_patch, write_patch
 from tests.engine.conftest import TOKEN
 from tests.engine.stub import TOKEN as STUB_TOKEN
 from tests.engine.stub import StubEngine
@@ -234,7 +234,7 @@ def test_an_engine_that_does_not_speculate_takes_versions_with_a_draft_layer_and
             await client.resume()
             delta = {n: nudged(t, 50) for n, t in new.items()}
             with open(tmp_path / "patch", "wb") as f:
-                write_patch(f, delta.items(), new)
+                write_patch(f, encode_patch(delta.items(), new))
             await client.rehearse_patch(tmp_path / "patch")
             await client.pause("in_place")
             await client.apply_patch(tmp_path / "patch", 3)
@@ -285,7 +285,7 @@ def nudged(tensor, every):
 def test_a_patch_is_applied_to_the_engines_own_memory_or_refused_and_nothing_changed(engine, weights, tmp_path, rehearsed):
     new = {n: nudged(t, 50) for n, t in weights.items()}
     with open(tmp_path / "patch", "wb") as f:
-        write_patch(f, new.items(), weights)
+        write_patch(f, encode_patch(new.items(), weights))
     before = engine.run(engine.client.checksums())
     if rehearsed:
         engine.run(engine.client.rehearse_patch(tmp_path / "patch"))
@@ -294,7 +294,7 @@ def test_a_patch_is_applied_to_the_engines_own_memory_or_refused_and_nothing_cha
     engine.run(engine.client.apply_patch(tmp_path / "patch", 8))
     assert engine.run(engine.client.checksums()) == expected_checksums(new) and engine.run(engine.client.refresh_version()) == 8
     with open(tmp_path / "patch", "wb") as f:
-        write_patch(f, ((n, nudged(t, 70)) for n, t in new.items()), {n: nudged(t, 33) for n, t in weights.items()})  # not a base that the engine has
+        write_patch(f, encode_patch(((n, nudged(t, 70)) for n, t in new.items()), {n: nudged(t, 33) for n, t in weights.items()}))  # not a base that the engine has
     with pytest.raises(EnvironmentFault, match="does not become what the trainer had"):
         engine.run(engine.client.rehearse_patch(tmp_path / "patch") if rehearsed else engine.client.apply_patch(tmp_path / "patch", 9))
     assert engine.run(engine.client.checksums()) == expected_checksums(new) and engine.run(engine.client.refresh_version()) == 8

@@ -16,6 +16,7 @@ def step_row(step, epoch, **changes):
         "fetch_s": 0.5,
         "train_s": 2.0,
         "publish_s": 0.5,
+        "published_s": 1.25,
         "checkpoint_s": 0.0,
         "step_s": 4.0,
         "groups": 1,

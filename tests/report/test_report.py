@@ -129,6 +129,7 @@ def test_weight_updates_without_the_first_load_of_each_process(run):
     # rank 0: version 0 (its first), 1, 2 (refused), 3
     assert (w["versions"], w["applied"], w["failed"]) == (4, 3, 1)
     assert w["first_load_s"]["max"] == pytest.approx(60.6)
+    assert (w["trainer"]["publish_s"]["median"], w["trainer"]["published_s"]["median"]) == (0.5, 1.25)
     disk = w["transports"]["disk"]
     assert (disk["count"], disk["pull_s"]["median"], disk["total_s"]["max"]) == (2, 0.6, 1.6)
     assert disk["mb_per_s"] == pytest.approx(4 / (0.5 + 0.7 + 0.5 + 0.5))

@@ -75,6 +75,10 @@ async def open_session(run):
         store.close()
 
 
+def patch(store):
+    store.publish_delta(2, 1, store.encode_delta(1, state(1).items(), state(0)), 1, base=1)
+
+
 def start_group(run):
     writer = BufferWriter(run, run.current_epoch("rollout"))
     try:
@@ -87,7 +91,7 @@ WRITERS = {
     "epoch": lambda run: run.new_epoch("trainer"),
     "ack": lambda run: write_ack(run, Ack(0, 1, 0, 3, "d")),
     "keyframe": lambda run: WeightStore(run).publish(2, 1, state(1), 1),
-    "patch": lambda run: WeightStore(run).publish_delta(2, 1, state(1).items(), state(0), 1, base=1),
+    "patch": lambda run: patch(WeightStore(run)),
     "log": log_rows,
     "session": lambda run: asyncio.run(open_session(run)),
     "journal": start_group,
@@ -153,7 +157,7 @@ def test_on_a_slow_disk_weights_sessions_and_logs_come_late_and_whole(run, monke
     monkeypatch.setattr(os, "writev", lambda fd, pieces: writes(fd, [pieces[0][: max(1, len(pieces[0]) // 3)]]))
     store = WeightStore(run)
     store.publish(1, 0, state(0), 1)
-    store.publish_delta(2, 1, state(1).items(), state(0), 1, base=1)
+    patch(store)
     asyncio.run(open_session(run))
     write_ack(run, Ack(0, 1, 0, 2, "d"))
     follower = Follower(store)

@@ -5,7 +5,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,11 +23,12 @@ from tiny_models import SHARED_HEAD, make, with_draft
 
 from miles.buffer import BufferView, BufferWriter, Status, write_part
 from miles.config import load_config, load_site
-from miles.core import NO_VERSION, StaleEpochError, Trajectory
+from miles.core import NO_VERSION, EnvironmentFault, StaleEpochError, Trajectory
 from miles.optim import claim, folder_of
 from miles.rundir import RunDir
 from miles.trainer.checkpoint import describe_file
 from miles.trainer.loop import Trainer
+from miles.weights.publish import Published
 from miles.weights.store import WeightStore
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
@@ -125,8 +128,9 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     try:
         wait(lambda: store.newest() == 1, first, run)
         producer.put(1, 6)
-        wait(lambda: len(trained(run)) == 6 and committed(run) == [2], first, run)  # steps 1, 2, 3: the checkpoint of step 2 was written beside step 3
-        assert first.poll() is None and max(store.versions()) == 4
+        # steps 1, 2, 3: the checkpoint of step 2 was written beside step 3, and the version of step 3 is written beside nothing
+        wait(lambda: len(trained(run)) == 6 and committed(run) == [2] and store.newest() == 4, first, run)
+        assert first.poll() is None
         os.kill(ranks_of(first)[-1], signal.SIGKILL)
         first.wait(30)
         second = start(run)
@@ -145,6 +149,7 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
         assert np.isfinite(t["critic_loss"]).all() == np.isfinite(t["reference_kl_mean"]).all() == (run.config.algorithm.critic is not None)
         assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
+        assert t["published_version"].tolist() == [6, 7] and (t["published_s"] > 0).all()  # the last step too
         apart = f["tables/truth"]
         assert [apart[name].tolist() for name in ("step", "staleness", "tokens")] == [[3, 4], [3, 2], t["sampled_tokens"].tolist()]  # 3: 3 or more
     scratch = Path(load_site(run.config.cluster.site).scratch)
@@ -198,6 +203,8 @@ def test_usr2_ends_in_a_checkpoint_and_exit_75(run):
     finally:
         p.kill()
     assert json.loads((run.checkpoints_dir / "step_000001" / "COMMIT").read_text())["step"] == 1
+    with h5py.File(run.log_path(1, "trainer", 0, 1), "r", locking=False) as f:
+        assert f["tables/steps"]["step"].tolist() == [1] and f["tables/steps"]["published_version"].tolist() == [store.newest()] == [2]
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_path, model):
@@ -231,3 +238,31 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_pat
     assert committed(run) == [2, 3] and not list(run.checkpoints_dir.glob(".*"))
     assert [describe_file(run.checkpoints_dir / folder / victim.name)[1] == json.loads((run.checkpoints_dir / folder / "COMMIT").read_text())["files"][victim.name][1]
             for folder in ("step_000002", "damaged_step_000002")] == [True, False]  # written again when its step was trained again
+
+
+@pytest.fixture
+def leader():
+    """A trainer whose step 7 has made a version that is on its way."""
+    rows, publication = [], Future()
+    log = SimpleNamespace(row=lambda table, **row: rows.append((table, row)))
+    return SimpleNamespace(publication=publication, unlogged={"step": 7, "publish_s": 0.5}, log=log), rows
+
+
+def test_a_step_is_logged_once_when_its_version_is_there(leader):
+    trainer, rows = leader
+    Trainer.settle(trainer, wait=False)
+    assert rows == []
+    threading.Timer(0.05, trainer.publication.set_result, (Published(8, "disk", 1000, 1.5, ""),)).start()
+    Trainer.settle(trainer)
+    Trainer.settle(trainer)
+    published = {"published_version": 8, "transport": "disk", "published_bytes": 1000, "published_s": 1.5, "note": ""}
+    assert rows == [("steps", {"step": 7, "publish_s": 0.5, **published})]
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_step_whose_version_failed_is_not_logged_and_ends_the_trainer(leader, wait):
+    trainer, rows = leader
+    trainer.publication.set_exception(EnvironmentFault("full"))
+    with pytest.raises(EnvironmentFault, match="full"):
+        Trainer.settle(trainer, wait=wait)
+    assert rows == []

@@ -160,7 +160,7 @@ def test_what_ranks_were_filled_with_becomes_a_version_and_the_gathered_state_is
     run, wakes, p = make(tmp_path, "p2p")
     run.new_epoch("rollout")
     p.publish(0, state(0).items())
-    sent = p.publish_filled(1, FILLED, 2.5)
+    sent = p.publish_filled(1, FILLED, 2.5).result()
     assert (sent.version, sent.transport, sent.bytes, sent.note) == (2, "p2p", 16, "") and sent.seconds >= 2.5 and len(wakes) == 2 and p._state is None
     m = WeightStore(run).manifest(2)
     assert (m.encoding, m.base, m.step, m.extra) == ("p2p", 1, 1, {"p2p": {"link": "1.1", "serial": 1, "receivers": ["d0", "d1"]},
@@ -321,7 +321,7 @@ def test_auto_measures_until_every_engine_serves_keeps_the_fastest_and_says_so(t
         for step in range(1, 7):
             while not p._all_serve(p._acks()):
                 time.sleep(0.01)
-            sent.append(p.publish_filled(step, FILLED, 0.0) if p.fillable() else p.publish(step, state(step).items()))
+            sent.append(p.publish_filled(step, FILLED, 0.0).result() if p.fillable() else p.publish(step, state(step).items()))
     finally:
         engines.ended.set()
         engines.join()

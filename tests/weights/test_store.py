@@ -33,7 +33,7 @@ def bump(s, k=1):
 def delta(store, version, new, old, *, base, epoch=1):
     """Published one tensor after the other; the publisher's copy of `old` is the new state afterwards."""
     snapshot = {n: t.clone() for n, t in old.items()}
-    m = store.publish_delta(version, version - 1, new.items(), snapshot, epoch, base=base)
+    m = store.publish_delta(version, version - 1, store.encode_delta(base, new.items(), snapshot), epoch, base=base)
     assert equal(snapshot, new)
     return m
 

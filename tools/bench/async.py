@@ -131,7 +131,8 @@ def replay(data, sync: bool) -> Outcome:
     work = itertools.cycle(played["seconds"][ok][order].tolist())
     after_first = weights["version"] > weights["version"].min()
     cluster = Cluster(1, lambda n: 1.0, lambda rng: next(work), train_s=float(sum(steps[k].mean() for k in ("fetch_s", "train_s", "publish_s"))),
-                      publish_s=float(weights["total_s"][after_first].mean()), groups_per_step=REAL_GROUPS, max_staleness=data.config.buffer.max_staleness)
+                      publish_s=float((steps["published_s"] - steps["publish_s"]).clip(0).mean() + weights["total_s"][after_first].mean()),
+                      groups_per_step=REAL_GROUPS, max_staleness=data.config.buffer.max_staleness)
     rules = Rules(in_flight=data.config.rollout.in_flight, group_size=REAL_GROUP, capacity_groups=data.config.buffer.capacity_groups,
                   total_groups=REAL_STEPS * REAL_GROUPS, groups_per_version=REAL_GROUPS if sync else None, seed=data.config.run.seed)
     return Simulation(rules, cluster).run()

@@ -13,6 +13,11 @@ Limits: bytes: the entropy of which elements changed, and a sign each. Encode: r
 (verifying the result takes that, however little changed). Both at the rate of a copy in as many threads as the codec's, in this run. Wire: each of its bytes
 copied to the kernel and from it, at that rate.
 
+Then publishing on disk (synced) beside the next step against publishing before it, the same publisher in asynchronous and in synchronous mode: a state of the
+size of SmolLM2-135M in bf16 (--quick: of 8 M elements), 1.5 % of its elements moved by one unit in the last place, the step a small network trained in the
+publisher's thread for half as long again as a keyframe takes. "Waits": from the optimizer step until the next may begin. "Step": with that. Medians. Limit:
+reading old and new weights once, at the rate of a copy; for a keyframe, the new ones copied; for a step, its training alone.
+
 Then the transports over a wire: 4 tensor-parallel trainer ranks and 4 rollout ranks (2 and 2 with --quick), all on this machine, point to point over MPI on loopback
 TCP, against gathering on the leader and broadcasting from there over gloo. Point to point is verified end to end, broadcast is not. No target: which is faster depends on
 how many machines share the work, and here all ranks share one.
@@ -21,6 +26,7 @@ how many machines share the work, and here all ranks share one.
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,12 +46,17 @@ import zstandard
 from miles.config import load_config
 from miles.rundir import RunDir
 from miles.weights.digest import BLOCK_BYTES, blocks, digest, thread_count, threads
-from miles.weights.patch import Patch, write_patch
+from miles.weights.patch import Patch, encode_patch, write_patch
+from miles.weights.publish import Publisher
+from miles.weights.store import WeightStore
 from tools.bench.table import figure, tell
 
 ELEMENTS, QUICK_ELEMENTS = 64 << 20, 8 << 20
 LEARNING_RATE, STEPS = 1e-6, 20
+PUBLISHED_ELEMENTS, PUBLISHED_TENSORS, MOVED = 135 << 20, 30, 0.015
 AT_ONE_PERCENT = {"bytes": 0.6, "over_bound": 1.35, "encode": 3.0, "apply": 4.0}  # of the baseline's, or of the bound, to be reached
+MOST_WAIT = {"delta": 1.0, "keyframe": 0.5}  # of publishing before the next step
+MOST_STEP = 1.0  # of one with publishing before it: beside it, publishing takes no more of a step than it gives back
 MOST_BYTES = 1.05  # of the baseline's, of any input
 
 
@@ -115,7 +126,7 @@ def compare(name: str, new: torch.Tensor, old: torch.Tensor, folder: Path, repea
 
     def encode():
         with open(folder / "patch", "wb") as f:
-            return write_patch(f, [("w", new)], {"w": old}, digests)
+            return write_patch(f, encode_patch([("w", new)], {"w": old}, digests))
 
     def apply():
         Patch(folder / "patch", written.size, written.digest).apply({"w": held}, digests)
@@ -195,6 +206,66 @@ def copy_rates(tensor: torch.Tensor) -> tuple[float, float]:
     return 2 * tensor.nbytes / best.wall["copy"], 2 * tensor.nbytes / best.cpu["copy"]
 
 
+class Training:
+    """Forward and backward of a small network, again and again."""
+
+    def __init__(self):
+        self._x, self._w = torch.randn(64, 512), [torch.randn(512, 512, requires_grad=True) for _ in range(4)]
+        self._times = 1
+
+    def last(self, seconds: float) -> None:
+        """Let a step last about so long."""
+        start = time.perf_counter()
+        self._times = 20
+        self.step()
+        self._times = max(1, round(20 * seconds / (time.perf_counter() - start)))
+
+    def step(self) -> None:
+        for _ in range(self._times):
+            y = self._x
+            for w in self._w:
+                y = torch.nn.functional.normalize(y @ w)
+            y.sum().backward()
+
+
+def publishing(folder: Path, elements: int, rounds: int, copy_rate: float) -> list[dict]:
+    """Figures of publishing beside the next step."""
+    project = Path(__file__).resolve().parents[2]
+    old, new = {}, {}
+    for i in range(PUBLISHED_TENSORS):
+        old[f"w{i}"] = (torch.randn(elements // PUBLISHED_TENSORS, generator=torch.Generator().manual_seed(i)) * 0.02).bfloat16()
+        new[f"w{i}"] = moved(old[f"w{i}"], MOVED, i)
+    publishers, training, found = {}, Training(), []
+    for mode in ("async", "sync"):
+        overrides = (f"run.root={folder}", f"run.name={mode}", f"run.mode={mode}", "weights.keyframe_every=4")
+        run = RunDir.create(load_config(project / "configs/tiny_async.toml", overrides))
+        store = WeightStore(run)
+        publishers[mode] = Publisher(run, run.new_epoch("trainer"), store, lambda: None, lambda state: ""), store
+    for publisher, _ in publishers.values():
+        training.last(1.5 * publisher.publish(0, ((n, t.clone()) for n, t in old.items())).seconds)
+    for _ in range(rounds):
+        for mode, (publisher, store) in publishers.items():
+            steps = []
+            for state in (new, old, new, old):  # three deltas and a keyframe
+                start = time.perf_counter()
+                publication = publisher.begin(0, ((n, t.clone()) for n, t in state.items()))
+                waits = time.perf_counter() - start
+                training.step()
+                steps.append((publication, waits, time.perf_counter() - start))
+            publisher.settle()
+            found += [(mode, store.manifest(p.result().version).encoding, waits, step, p.result().seconds) for p, waits, step in steps]
+    size = sum(t.nbytes for t in old.values())
+    out = []
+    for encoding in ("delta", "keyframe"):
+        (waits, step, total), (waits_before, step_before, total_before) = (
+            [statistics.median(row[i] for row in found if row[:2] == (mode, encoding)) for i in (2, 3, 4)] for mode in ("async", "sync"))
+        name = f"publish {size / 1e6:.0f} MB, {encoding}"
+        out.append(figure(f"{name}: the trainer waits", "s", waits, waits_before, 2 * size / copy_rate, most=MOST_WAIT[encoding], of_ratio=True,
+                          until_there_s=total, baseline_until_there_s=total_before))
+        out.append(figure(f"{name}: step", "s", step, step_before, step_before - waits_before, most=MOST_STEP, of_ratio=True))
+    return out
+
+
 def over_wire(folder: Path, ranks: int, elements: int, repeats: int, copy_rate: float) -> list[dict]:
     """Figures of what weights_ranks.py measures."""
     project = Path(__file__).resolve().parents[2]
@@ -230,6 +301,7 @@ def main() -> int:
         for density in (0.05, 0.3):
             figures += compare(f"{density:.0%} by one ulp", moved(old, density, 7), old, Path(folder), 3, copy, {})
         figures += compare(f"Adam, lr {LEARNING_RATE:g}, step {STEPS}", *trained(elements), Path(folder), 3, copy, {})
+        figures += publishing(Path(folder), elements if args.quick else PUBLISHED_ELEMENTS, 3, copy[0])
         figures += over_wire(Path(folder), 2 if args.quick else 4, elements, 2 if args.quick else 3, copy[0])
     return tell("weights", figures, args.json, elements=elements, threads=thread_count(), block_bytes=BLOCK_BYTES, copy_bytes_per_s=copy[0])
 
