@@ -109,7 +109,9 @@ class Publisher:
 
     def publish(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Published:
         """`begin`, and wait."""
-        return self.begin(step, tensors, gathered, note).result()
+        publication = self.begin(step, tensors, gathered, note)
+        self.settle()
+        return publication.result()
 
     def settle(self) -> None:
         """Wait until the version that was begun is there. Raises, once, what kept it from that: its number is used up then, and the next is a keyframe."""
@@ -138,8 +140,8 @@ class Publisher:
 
     def late(self) -> bool:
         """Whether the newest weights have to be published again, none being on their way: its folder is gone; a rank has refused it; or an engine that
-        (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises EnvironmentFault when every rank refuses
-        whatever is published."""
+        (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises
+        EnvironmentFault when every rank refuses whatever is published."""
         m = self._last
         if m is None or (self._writing is not None and not self._writing.done()):
             return False
@@ -162,7 +164,9 @@ class Publisher:
     def again(self, note: str) -> Published:
         """Publish what was published last under a new number, on disk."""
         self.settle()
-        return self._disk(self._step, None, lambda: None, time.monotonic(), note).result()
+        publication = self._disk(self._step, None, lambda: None, time.monotonic(), note)
+        self.settle()
+        return publication.result()
 
     def _hold(self, tensors: Tensors) -> None:
         """Make the state that is held these tensors, in its own memory where it fits."""

@@ -163,7 +163,7 @@ class WeightStore:
             base_digests = {n: i["digest"] for n, i in self.manifest(base).tensors.items()}
         except (FileNotFoundError, StructureError):
             base_digests = None  # readers that have the base can use the delta all the same
-        return encode_patch(tensors, snapshot, base_digests, advance=True)
+        yield from encode_patch(tensors, snapshot, base_digests, advance=True)
 
     def publish_delta(self, version: int, step: int, encoded: Iterable[Encoded], epoch: int, *, base: int, extra: Extra = dict) -> Manifest:
         """Publish what `encode_delta` makes, which may be in another thread."""

@@ -21,6 +21,7 @@ from miles.weights.acks import Ack, write_ack
 from miles.weights.digest import BLOCK_BYTES, bits
 from miles.weights.follow import Follower
 from miles.weights.handoff import Handoff
+from miles.weights.p2p.filled import Filled
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore
 from tests.weights.publisher_program import gathered, parameters, step_of_training
@@ -123,18 +124,20 @@ def test_in_synchronous_mode_and_while_ways_are_tried_the_trainer_waits(tmp_path
 
 
 def test_nobody_is_late_for_a_version_that_is_on_its_way(tmp_path, writer):
-    run, _, p = make(tmp_path)
+    """Version 2 went over the wire; version 3 is a keyframe on disk, because an engine has started anew, which waits for just that."""
+    run, _, p = make(tmp_path, **{"weights.transport": "p2p"})
     run.new_epoch("rollout")
     writer.go.set()
     p.publish(0, gathered(parameters()))
-    writer.go.clear()
-    write_ack(run, Ack(0, 1, 0, -1, "", "a flipped bit", refused=1))
+    p.publish_filled(1, Filled("1.1", 1, ("d0", "d1"), {}, 0), 0.0)
+    write_ack(run, Ack(0, 1, 1, -1, "", "it did not load"))
     assert p.late()
-    p.begin(1, gathered(after(1)))
+    writer.go.clear()
+    p.begin(2, gathered(after(2)))
     assert not p.late() and p.serve_late() is None
     writer.go.set()
     p.settle()
-    assert WeightStore(run).manifest(2).encoding == "keyframe"  # as the one before was refused
+    assert not p.late() and WeightStore(run).manifest(3).encoding == "keyframe" and p.version == 3
 
 
 @pytest.mark.parametrize("kind", ["keyframe", "delta"])
