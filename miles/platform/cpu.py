@@ -143,7 +143,9 @@ def _split_sizes_as_numbers(module: ModuleType) -> None:
 def _norm_under_sequence_parallelism(module: ModuleType) -> None:
     # the torch norm refuses sequence parallelism; all it needs is the mark on its weight by which gradients are reduced
     def new(cls, config, hidden_size, eps=1e-5, *args, **kwargs):
-        kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+        from miles.platform.rounding import RMSNorm  # late: it imports megatron-core
+
+        kind = RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
         norm = kind(hidden_size, eps=eps, dtype=config.params_dtype)
         for parameter in norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel

@@ -135,7 +135,9 @@ def transformer_config(arch: Architecture, layout: Layout, precision: str, recom
         num_layers=arch.layers, hidden_size=arch.hidden, ffn_hidden_size=arch.ffn, num_attention_heads=arch.heads, num_query_groups=arch.groups,
         kv_channels=arch.head_dim, normalization="RMSNorm", layernorm_epsilon=arch.norm_eps, gated_linear_unit=True, activation_func=F.silu,
         add_bias_linear=False, add_qkv_bias=arch.qkv_bias, qk_layernorm=arch.qk_norm or bool(arch.latent), attention_dropout=0.0, hidden_dropout=0.0,
-        params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16", use_cpu_initialization=not on_gpu, perform_initialization=False,
+        params_dtype=dtype, pipeline_dtype=dtype, bf16=precision == "bf16",
+        fp32_residual_connection=precision == "bf16" and not on_gpu,  # miles.platform.rounding
+        use_cpu_initialization=not on_gpu, perform_initialization=False,
         transformer_impl="transformer_engine" if on_gpu else "local", gradient_accumulation_fusion=False,
         tensor_model_parallel_size=layout.tp, pipeline_model_parallel_size=layout.pp, context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep, expert_tensor_parallel_size=layout.etp, sequence_parallel=layout.tp > 1,
