@@ -54,7 +54,7 @@ def preflight(config: MilesConfig, site: SiteConfig, launcher: str | None = None
         ("sandbox", sandbox, away)]
     if config.tasks.kind == "harness":
         checks.append(("harness", harness, away))
-    if config.trainer.optimizer.state == "stream" and not pool:
+    if config.trainer.on_disk and not pool:
         checks.append(("state folder", partial(state_folder, run=run, nodes=config.cluster.trainer.nodes if launcher == "local" else 1), cannot_see_nodes))
     if launcher != "local":
         checks += [("slurm", slurm_version, away), ("slurm nodes", slurm_pool_nodes if pool else slurm_nodes, away), ("slurm mpi", slurm_mpi, away)]
@@ -201,7 +201,7 @@ def run_root(config: MilesConfig, site: SiteConfig) -> str:
 
 
 def state_folder(config: MilesConfig, site: SiteConfig, run: str = "", nodes: int = 1) -> str:
-    """Streamed optimizer state can lie where the config says: what a trainer rank asks of its own node when it starts (miles.optim), for all ranks of `nodes`
+    """The trainer's state on disk can lie where the config says: what a trainer rank asks of its own node when it starts (miles.optim), for all ranks of `nodes`
     nodes at once, which are this machine. What the run `run` left there is given back then."""
     from miles.optim import check_folder, folder_of, left_by  # torch: seconds
 

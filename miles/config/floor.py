@@ -13,6 +13,7 @@ from typing import Any
 from miles.config.memory import (
     GRADIENT_BYTES,
     engine_model_gb,
+    paused_gb,
     stage_layers,
     streamed_gb,
     trained_parameters,
@@ -94,7 +95,7 @@ def step_floor(config: MilesConfig, site: SiteConfig, tokens: int | None = None,
     stages = stage_layers(config, len(shape.layers))
     return StepFloor(tokens, trajectories, (
         *_compute(config, site, shape, stages, trajectories, tokens), *_exchange(config, site, shape, stages), _optimizer(config, site, shape, stages),
-        _weights(config, site, shape, density)))
+        *_paused(config, site, shape, stages), _weights(config, site, shape, density)))
 
 
 # -- compute -----------------------------------------------------------------------------------------------------------------
@@ -155,6 +156,13 @@ def _optimizer(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages:
     a_node = config.cluster.trainer.ranks_per_node * max(sum(streamed_gb(config, m, s, layers) for m in trained_shapes(config, shape)) for s, layers in enumerate(stages))
     return Term("optimizer I/O", 2 * a_node, "GB", site.node_disk_gb_s, "site.node_disk_gb_s",
                 f"fp32 parameters and {config.trainer.optimizer.moments} moments, read and written on a node's disk")
+
+
+def _paused(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...]) -> tuple[Term, ...]:
+    if config.trainer.paused_state != "disk":
+        return ()  # to host memory, at a rate that the site profile does not state
+    a_node = config.cluster.trainer.ranks_per_node * max(paused_gb(config, trained_shapes(config, shape), s, layers) for s, layers in enumerate(stages))
+    return (Term("pause and resume I/O", 2 * a_node, "GB", site.node_disk_gb_s, "site.node_disk_gb_s", "what waits while engines generate, written and read on a node's disk"),)
 
 
 def _weights(config: MilesConfig, site: SiteConfig, shape: ModelShape, density: float) -> Term:

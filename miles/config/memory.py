@@ -106,7 +106,7 @@ class Plan:
             )
         lines.append(
             f"optimizer state if resident: {self.resident_state_gb:.0f} GB a rank on average"
-            + (f"; streamed: {self.disk_per_node_gb:.0f} GB of disk a node" if self.disk_per_node_gb else "")
+            + (f"; on disk: {self.disk_per_node_gb:.0f} GB a node" if self.disk_per_node_gb else "")
         )
         lines.append(
             "engine GPU: " + ", ".join(f"{i.name} {i.gb:.1f}" for i in self.engine.items) + f", total {self.engine.total_gb:.1f} GB"
@@ -148,19 +148,22 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
     resident = sum(state) / len(state)
     streamed = config.trainer.optimizer.state == "stream"
     # a step reads one and writes another, and the third is a checkpoint's while that is copied
-    files = [3 * sum(streamed_gb(config, m, s, layers) for m in models) for s, layers in enumerate(stages)]
-    disk = max(files) * config.cluster.trainer.ranks_per_node if streamed else 0.0
+    files = [3 * sum(streamed_gb(config, m, s, layers) for m in models) if streamed else 0.0 for s, layers in enumerate(stages)]
+    paused = [paused_gb(config, models, s, layers) if shared else 0.0 for s, layers in enumerate(stages)]
+    to_disk = config.trainer.paused_state == "disk"
+    disk = max(file + (gb if to_disk else 0.0) for file, gb in zip(files, paused, strict=True)) * config.cluster.trainer.ranks_per_node
     if config.cluster.trainer.gpus_per_node:
         problems += _trainer_fit(config, site, plans)
-    if streamed and site.node_disk_gb is not None and disk > site.node_disk_gb:
+    if site.node_disk_gb is not None and disk > site.node_disk_gb:
         problems.append(
-            f"streamed optimizer state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
+            f"the trainer's state needs {disk:.0f} GB of disk a trainer node, the site has node_disk_gb = {site.node_disk_gb:g}; "
             "use more trainer ranks, or a larger disk (trainer.optimizer.state_dir)"
-            + (", or set trainer.optimizer.moments = 'bf16'" if config.trainer.optimizer.moments == "fp32" else "")
+            + (", or set trainer.optimizer.moments = 'bf16'" if streamed and config.trainer.optimizer.moments == "fp32" else "")
+            + (", or trainer.paused_state = 'host'" if to_disk else "")
         )
-    elif streamed and site.node_disk_gb is None:
-        notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of streamed state a node are not checked against a disk")
-    host_problems, host_notes = _host(config, plans)
+    elif disk and site.node_disk_gb is None:
+        notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of the trainer's state on disk a node are not checked against it")
+    host_problems, host_notes = _host(config, plans, 0.0 if to_disk else max(paused))
     problems, notes = problems + host_problems, notes + host_notes
     if config.cluster.rollout.gpus_per_node:
         problems += engine_problems
@@ -289,11 +292,11 @@ def _engine_leaves(config: MilesConfig, engine: EnginePlan) -> Item:
                 "context of the engine's process" + (" and its weights" if weights else ""))
 
 
-def _host(config: MilesConfig, stages: tuple[StagePlan, ...]) -> tuple[list[str], list[str]]:
-    """(problems, notes) about what trainer ranks keep in host memory beside what they have on GPUs."""
+def _host(config: MilesConfig, stages: tuple[StagePlan, ...], paused: float) -> tuple[list[str], list[str]]:
+    """(problems, notes) about what trainer ranks keep in host memory beside what they have on GPUs; `paused`: GB of a rank's state."""
     trainer, held = config.cluster.trainer, {}
-    if config.cluster.placement == "shared":
-        held["trainer state while engines generate"] = max(_of(s, "weights", "optimizer") for s in stages)
+    if paused:
+        held["trainer state while engines generate"] = paused
     if config.algorithm.kl_coefficient:
         held["reference weights"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
     per_node = {name: gb * trainer.ranks_per_node for name, gb in held.items()}
@@ -305,8 +308,14 @@ def _host(config: MilesConfig, stages: tuple[StagePlan, ...]) -> tuple[list[str]
             f"{trainer.memory_gb:g}; raise it, or use more trainer nodes"], notes
 
 
-def _of(stage: StagePlan, *names: str) -> float:
-    return sum(i.gb for i in stage.items if i.name in names)
+def paused_gb(config: MilesConfig, models: list[ModelShape], stage: int, layers: range) -> float:
+    """What a rank of the stage puts by while engines have its GPU: streamed optimizer state is not there to begin with."""
+    state = 0.0 if config.trainer.optimizer.state == "stream" else sum(_resident_gb(config, m, stage, layers) for m in models)
+    return _weights_gb(config, models, stage, layers) + state
+
+
+def _weights_gb(config: MilesConfig, models: list[ModelShape], stage: int, layers: range) -> float:
+    return sum(sum(rank_parameters(config, m, stage, layers)) for m in models) * TRAINER_BYTES[config.model.trainer_precision] / GB
 
 
 def _stage(config: MilesConfig, models: list[ModelShape], stage: int, layers: range, stays: Item | None = None) -> StagePlan:
@@ -325,7 +334,7 @@ def _stage(config: MilesConfig, models: list[ModelShape], stage: int, layers: ra
         layers.stop,
         count,
         (
-            Item("weights", sum(sum(rank_parameters(config, m, stage, layers)) for m in models) * TRAINER_BYTES[config.model.trainer_precision] / GB, both),
+            Item("weights", _weights_gb(config, models, stage, layers), both),
             Item("gradients", sum(sum(trained_parameters(config, m, stage, layers)) for m in models) * GRADIENT_BYTES / GB, f"accumulated in fp32 {both}".strip()),
             state,
             Item("activations", activations_gb(config, models[0], stage, layers), "see activations_gb"),

@@ -32,6 +32,9 @@ def problems(c: MilesConfig) -> list[str]:
 
     if c.cluster.placement == "shared":
         _shared(c, refuse)
+    elif c.trainer.paused_state == "disk":
+        refuse("trainer.paused_state = 'disk' with cluster.placement = 'disjoint': the trainer has GPUs of its own, and its state never leaves them", "'host'",
+               "remove trainer.paused_state, or set cluster.placement = 'shared' (to keep optimizer state on disk: trainer.optimizer.state = 'stream')")
     for name, part in (("trainer", c.cluster.trainer), ("rollout", c.cluster.rollout)):
         if part.gpus_per_node and part.gpus_per_node % part.ranks_per_node:
             refuse(f"cluster.{name}: {part.ranks_per_node} ranks per node on {part.gpus_per_node} GPUs would put two ranks on one GPU or leave some idle",

@@ -153,7 +153,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.0, ge=0, description="Decoupled weight decay.")
     clip_grad: float = Field(1.0, ge=0, description="Global gradient norm limit; 0 = off.")
     state: Literal["resident", "stream"] = Field("resident", description="fp32 parameters and moments in memory, or streamed to `state_dir` bucket by bucket.")
-    state_dir: str = Field("", description="Node-local folder for streamed state; empty: the site profile's `scratch`.")
+    state_dir: str = Field("", description="Node-local folder for streamed state, and for what waits on disk (`trainer.paused_state`); empty: the site profile's `scratch`.")
     moments: Literal["fp32", "bf16"] = Field("fp32", description="Format of Adam's moments in streamed state: with `bf16` it takes 8 bytes a parameter instead of 12. They are computed in fp32 and rounded stochastically.")
     state_on_network: bool = Field(False, description="Let `state_dir` be on a network file system (Lustre, NFS), which is refused otherwise: all ranks share its bandwidth. For nodes without a disk.")
 
@@ -174,8 +174,14 @@ class TrainerConfig(Section):
     max_tokens_per_microbatch: int = Field(8192, ge=16, description="Bound on the tokens of one packed micro-batch per data-parallel rank.")
     routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward. With `false` the trainer's routers choose; either way the run log says how often they differ from the engine's (`routing_differs`).")
     recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
+    paused_state: Literal["host", "disk"] = Field("host", description="Where weights and optimizer state wait while engines have the GPUs (`cluster.placement = \"shared\"`): `host` = in page-locked host memory; `disk` = in a file in `optimizer.state_dir`, which takes two buffers of 64 MiB of host memory a rank and the time of writing and reading it in every step (docs/optimizer.md).")
     optimizer: OptimizerConfig = Field(description="Optimizer.")
     mtp: MtpConfig | None = Field(None, description="The draft layer's training.")
+
+    @property
+    def on_disk(self) -> bool:
+        """Some of its state lies in `optimizer.state_dir`."""
+        return self.optimizer.state == "stream" or self.paused_state == "disk"
 
 
 class CriticConfig(Section):
@@ -245,7 +251,7 @@ class ClusterConfig(Section):
     """The Slurm job."""
 
     site: str = Field("configs/sites/dev.toml", description="Site profile: account, partition, modules, scratch, environment.")
-    placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same nodes and GPUs, in turns: engines give their memory back while the trainer trains, the trainer keeps its state in host memory while they generate. Synchronous mode alone.")
+    placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same nodes and GPUs, in turns: engines give their memory back while the trainer trains, the trainer keeps its state in host memory or on disk (`trainer.paused_state`) while they generate. Synchronous mode alone.")
     time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
     signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
     max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")
@@ -299,7 +305,7 @@ class SiteConfig(Section):
     env: dict[str, str] = Field(default_factory=dict, description="Environment variables of every rank.")
     sbatch: tuple[str, ...] = Field((), description="Further #SBATCH options for every component, as they are.")
     gpu_memory_gb: float = Field(80.0, gt=0, description="Memory of one GPU, GB, for the memory plan.")
-    node_disk_gb: float | None = Field(None, gt=0, description="Free node-local disk, GB, for the streaming plan.")
+    node_disk_gb: float | None = Field(None, gt=0, description="Free node-local disk, GB, for the plan of the trainer's state.")
     gpu_tflops: float | None = Field(None, gt=0, description="Peak of one GPU at the trainer's precision, dense, TFLOP/s, for the step-time floor of `plan`.")
     node_disk_gb_s: float | None = Field(None, gt=0, description="Bandwidth of a node's `scratch`, reads and writes together, GB/s, for `plan`.")
     node_network_gb_s: float | None = Field(None, gt=0, description="Network bandwidth of a node, one direction, GB/s, for `plan`.")

@@ -1,21 +1,27 @@
 """Blocks of whole pages to and from a file, past the page cache where the file system can do that.
 
 O_DIRECT takes offsets, lengths and addresses that are multiples of a page. A transfer may end early for all that (a signal, a full disk, a file system
-that moves less at once), also within a page: then it goes on at the beginning of that page, since no other offset is allowed.
+that moves less at once), also within a page: then it goes on at the beginning of that page, since no other offset is allowed. Digests are xxh3-128.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import mmap
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+
+import xxhash
 
 from miles.core import EnvironmentFault
 from miles.optim.layout import PAGE
 
 AGAIN = "start the run again: it goes on from the last checkpoint; if it happens again, the disk is failing: set trainer.optimizer.state_dir to another"
+PART = 16 << 20  # bytes of one transfer of a block that is digested
 TRIES = 3  # transfers in a row that do not finish one page, after which the disk is given up
 
 
@@ -25,6 +31,19 @@ def buffer_of(size: int) -> mmap.mmap:
     with contextlib.suppress(OSError):  # a kernel without them
         buffer.madvise(mmap.MADV_HUGEPAGE)
     return buffer
+
+
+def reserve(path: Path, size: int, need: str, do: str) -> None:
+    """A new file of `size` bytes in place of what has this name. Raises EnvironmentFault, which says what is needed and what to `do`: the disk has no space."""
+    path.unlink(missing_ok=True)
+    with path.open("wb") as f, explained(path):
+        try:
+            if size:
+                os.posix_fallocate(f.fileno(), 0, size)
+        except OSError as e:
+            if e.errno != errno.ENOSPC:
+                raise
+            raise EnvironmentFault(f"{path}: no space for {size / 1e9:.3g} GB, {shutil.disk_usage(path.parent).free / 1e9:.3g} GB are free", need, do) from e
 
 
 def open_file(path: Path) -> int:
@@ -52,6 +71,35 @@ def write_block(fd: int, path: Path, view: memoryview, offset: int) -> None:
     _transfer(os.pwritev, "write", fd, path, view, offset)
 
 
+def read_digested(fd: int, path: Path, view: memoryview, offset: int) -> str:
+    """`read_block`. Returns the digest of what was read; one part is digested while the next are read."""
+    digest = xxhash.xxh3_128()
+    with _parts(read_block, fd, path, view, offset) as reads:
+        for part, read in reads:
+            read.result()
+            digest.update(part)
+    return digest.hexdigest()
+
+
+def write_digested(fd: int, path: Path, view: memoryview, offset: int) -> str:
+    """`write_block`. Returns the digest of what was written, made meanwhile."""
+    with _parts(write_block, fd, path, view, offset) as writes:
+        digest = xxhash.xxh3_128_hexdigest(view)
+        for _, write in writes:
+            write.result()
+    return digest
+
+
+@contextlib.contextmanager
+def _parts(move: Callable[[int, Path, memoryview, int], None], fd: int, path: Path, view: memoryview,
+           offset: int) -> Iterator[list[tuple[memoryview, Future[None]]]]:
+    """Moves a block part by part, two at once, so that the disk always has something to do. Gives the parts in order, each with what tells that it has been
+    moved."""
+    with ThreadPoolExecutor(2, "optim-part") as threads:
+        places = range(0, len(view), PART)
+        yield [(view[at:at + PART], threads.submit(move, fd, path, view[at:at + PART], offset + at)) for at in places]
+
+
 def _transfer(call: Callable[[int, list[memoryview], int], int], what: str, fd: int, path: Path, view: memoryview, offset: int) -> None:
     done, tries = 0, 0
     with explained(path):
@@ -75,6 +123,6 @@ def explained(path: Path):
     try:
         yield
     except OSError as e:
-        raise EnvironmentFault(f"streamed optimizer state {path}: {e.strerror}", "a local disk that works and has space",
+        raise EnvironmentFault(f"{path}, state of the trainer: {e.strerror}", "a local disk that works and has space",
                                "free space or set trainer.optimizer.state_dir to another disk, then start the run again: "
                                "it goes on from the last checkpoint") from e

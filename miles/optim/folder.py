@@ -1,4 +1,4 @@
-"""Is a folder fit for streamed state? Asked before training starts."""
+"""Is a folder fit for state of the trainer? Asked before training starts."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def left_by(folder: Path) -> int:
 
 
 def check_folder(folder: Path, need: float = 0, *, network: bool = False, mounts: str | None = None) -> str:
-    """Can state of `need` bytes be streamed to and from `folder`, or where it is still to be made? Returns what was found. Raises EnvironmentFault: it is
+    """Can state of `need` bytes be written to and read from `folder`, or where it is still to be made? Returns what was found. Raises EnvironmentFault: it is
     in memory, or, unless `network`, on a network file system; nothing can be written or linked there; or too little space is free."""
     there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists()).resolve()
     kind = file_system(there, Path("/proc/mounts").read_text() if mounts is None else mounts)
     elsewhere = "set trainer.optimizer.state_dir (or the site's `scratch`) to a folder on a local disk"
     if kind in IN_MEMORY:
-        raise EnvironmentFault(f"the folder of the streamed optimizer state, {folder}, is on {kind}: in memory, which streaming is to save", "a node-local disk", elsewhere)
+        raise EnvironmentFault(f"the folder of the trainer's state, {folder}, is on {kind}: in memory, which a disk is to save", "a node-local disk", elsewhere)
     if kind.startswith(NETWORK) and not network:
-        raise EnvironmentFault(f"the folder of the streamed optimizer state, {folder}, is on {kind}: on the network, whose bandwidth all ranks share",
+        raise EnvironmentFault(f"the folder of the trainer's state, {folder}, is on {kind}: on the network, whose bandwidth all ranks share",
                                "a node-local disk", f"{elsewhere}, or, where nodes have none, set trainer.optimizer.state_on_network = true")
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".miles-canary-") as file:
@@ -74,10 +74,10 @@ def check_folder(folder: Path, need: float = 0, *, network: bool = False, mounts
             os.link(file.name, link)  # as a snapshot does
             link.unlink()
     except OSError as e:
-        raise EnvironmentFault(f"the folder of the streamed optimizer state, {folder}: in {there} no file can be written, synced and linked: {e.strerror}",
+        raise EnvironmentFault(f"the folder of the trainer's state, {folder}: in {there} no file can be written, synced and linked: {e.strerror}",
                                "a folder that the user of the job may write to, on a file system with hard links", elsewhere) from e
     free = shutil.disk_usage(there).free
     if free < need:
-        raise EnvironmentFault(f"{free / 1e9:.1f} GB free in {folder}", f"{need / 1e9:.1f} GB for the streamed optimizer state",
+        raise EnvironmentFault(f"{free / 1e9:.1f} GB free in {folder}", f"{need / 1e9:.1f} GB for the trainer's state",
                                "free space, set trainer.optimizer.state_dir to a larger disk, or use more trainer ranks")
     return f"{folder} is on {kind}, {free / 1e9:.0f} GB free"

@@ -6,7 +6,7 @@ float32; moments are float32 or bfloat16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -69,16 +69,21 @@ class BucketLayout:
 
     def pieces(self) -> Iterator[list[Piece]]:
         """For each bucket the pieces of tensors in it, in order."""
-        found: list[list[Piece]] = [[] for _ in range(self.buckets)]
-        flat = 0
-        for tensor, size in enumerate(self.sizes):
-            start = 0
-            while start < size:
-                bucket, at = divmod(flat, self.bucket)
-                count = min(size - start, self.bucket - at)
-                found[bucket].append(Piece(tensor, start, at, count))
-                start, flat = start + count, flat + count
-        return iter(found)
+        return iter(pieces_of(self.sizes, self.bucket))
+
+
+def pieces_of(sizes: Sequence[int], bucket: int) -> list[list[Piece]]:
+    """Tensors of these sizes one behind the other, cut into buckets: for each the pieces in it, in order."""
+    found: list[list[Piece]] = [[] for _ in range(-(-sum(sizes) // bucket))]
+    flat = 0
+    for tensor, size in enumerate(sizes):
+        start = 0
+        while start < size:
+            number, at = divmod(flat, bucket)
+            count = min(size - start, bucket - at)
+            found[number].append(Piece(tensor, start, at, count))
+            start, flat = start + count, flat + count
+    return found
 
 
 def cut(piece: Piece, most: int) -> Iterator[Piece]:

@@ -12,26 +12,22 @@ the snapshot's becomes the spare when it is copied. All three files are reserved
 from __future__ import annotations
 
 import contextlib
-import errno
 import mmap
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
 import torch
-import xxhash
 
 from miles.core import EnvironmentFault
-from miles.optim.direct import AGAIN, buffer_of, explained, open_file, read_block, write_block
+from miles.optim.direct import AGAIN, buffer_of, explained, open_file, read_digested, reserve, write_digested
 from miles.optim.layout import BucketLayout, Moments
 from miles.rundir import publish_bytes
 
 BUFFERS = 3
-PART = 16 << 20  # bytes of one transfer
 
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # main, exp_avg, exp_avg_sq: [stride] each, on the CPU; main float32, moments as the layout says
 DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by width
@@ -67,7 +63,9 @@ class BucketStore:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "manifest.json").unlink(missing_ok=True)
         for name in ("state.0", "state.1", "spare"):
-            _reserve(folder / name, layout.file_bytes)
+            reserve(folder / name, layout.file_bytes,
+                    f"three files of {layout.file_bytes / 1e9:.3g} GB here, and those of every other trainer rank of the node and of the critic",
+                    "free space, use fewer trainer ranks a node or more nodes, set trainer.optimizer.state_dir to a larger disk, or moments = 'bf16'")
         store = cls(folder, layout, Manifest(-1, layout.elements, layout.bucket, layout.moments, []))
         store.step(fill, fresh=True)
         return store
@@ -165,12 +163,7 @@ class BucketStore:
 
     def _write(self, bucket: int, buffer: mmap.mmap) -> str:
         which, size = (self.manifest.generation + 1) % 2, self.layout.block_bytes
-        view = memoryview(buffer)[:size]
-        with _parts(write_block, self._fds[which], self.folder / f"state.{which}", view, bucket * size) as writes:
-            digest = xxhash.xxh3_128_hexdigest(view)  # meanwhile
-            for _, write in writes:
-                write.result()
-        return digest
+        return write_digested(self._fds[which], self.folder / f"state.{which}", memoryview(buffer)[:size], bucket * size)
 
 
 class Snapshot:
@@ -194,36 +187,8 @@ class Snapshot:
             self._give_back(self._path)
 
 
-def _reserve(path: Path, size: int) -> None:
-    """A new file of `size` bytes in place of what has this name."""
-    path.unlink(missing_ok=True)
-    with path.open("wb") as f, explained(path):
-        try:
-            if size:
-                os.posix_fallocate(f.fileno(), 0, size)
-        except OSError as e:
-            if e.errno != errno.ENOSPC:
-                raise
-            raise EnvironmentFault(f"{path}: no space for {size / 1e9:.3g} GB, {shutil.disk_usage(path.parent).free / 1e9:.3g} GB are free",
-                                   f"three files of {size / 1e9:.3g} GB here, and those of every other trainer rank of the node and of the critic",
-                                   "free space, use fewer trainer ranks a node or more nodes, set trainer.optimizer.state_dir to a larger disk, or moments = 'bf16'") from e
-
-
 def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: mmap.mmap) -> None:
-    digest = xxhash.xxh3_128()
-    with _parts(read_block, fd, path, memoryview(buffer)[:layout.block_bytes], bucket * layout.block_bytes) as reads:
-        for part, read in reads:
-            read.result()
-            digest.update(part)  # while the next ones are read
-    if (found := digest.hexdigest()) != manifest.digests[bucket]:
+    found = read_digested(fd, path, memoryview(buffer)[:layout.block_bytes], bucket * layout.block_bytes)
+    if found != manifest.digests[bucket]:
         raise EnvironmentFault(f"bucket {bucket} of {path} (generation {manifest.generation}) has digest {found}", f"{manifest.digests[bucket]}, as it was written",
                                AGAIN)
-
-
-@contextlib.contextmanager
-def _parts(move: Callable[[int, Path, memoryview, int], None], fd: int, path: Path, view: memoryview, offset: int) -> Iterator[list[tuple[memoryview, Future[None]]]]:
-    """Moves a block part by part, two at once, so that the disk always has something to do. Gives the parts in order, each with what tells that it has been
-    moved."""
-    with ThreadPoolExecutor(2, "optim-part") as threads:
-        places = range(0, len(view), PART)
-        yield [(view[at:at + PART], threads.submit(move, fd, path, view[at:at + PART], offset + at)) for at in places]

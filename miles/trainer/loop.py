@@ -89,7 +89,8 @@ class Trainer:
         reference = ReferencePolicy(self.model, c.algorithm.reference or c.model.path) if c.algorithm.kl_coefficient else None
         self.step = newest or 0
         if self.turns.shared:
-            self.turns.memory = DeviceMemory.of((self.model, self.optimizer), *([(self.critic.model, self.critic.optimizer)] if self.critic else []))
+            self.turns.memory = DeviceMemory.of((self.model, self.optimizer), *([(self.critic.model, self.critic.optimizer)] if self.critic else []),
+                                                file=self.state_dir / "paused" if c.trainer.paused_state == "disk" else None)
         self.train_step = TrainStep(self.model, self.optimizer, c.trainer, c.algorithm, temperature=c.rollout.temperature,
                                     constant_tokens=c.rollout.max_session_tokens, reference=reference, critic=self.critic,
                                     nonfinite=NonFinite(run.attempt_dir(attempt) / "nonfinite", epoch))
@@ -154,9 +155,9 @@ class Trainer:
         return self.close(0)
 
     def _state_dir(self) -> Path | None:
-        """This rank's folder for streamed optimizer state; checked before anything else takes its time."""
+        """This rank's folder for state on disk; checked before anything else takes its time."""
         o = self.config.trainer.optimizer
-        if o.state != "stream":
+        if not self.config.trainer.on_disk:
             return None
         base = Path(o.state_dir or load_site(self.config.cluster.site).scratch)
         check_folder(base, network=o.state_on_network)

@@ -3,6 +3,7 @@
 import pytest
 
 from miles.config import load_config, load_site
+from miles.config.floor import step_floor
 from miles.config.memory import CONTEXT_GB, draft_plan
 from miles.config.scale import dev_scale
 from miles.config.schema import SiteConfig
@@ -18,6 +19,7 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
      "cluster.placement = 'shared' with run.mode = 'async': asynchronous mode runs both halves at once.*expected disjoint GPUs.*set cluster.placement = 'disjoint'"),
     (COLOCATED, ("cluster.rollout.nodes=2",), "cluster.trainer.nodes = 1 and cluster.rollout.nodes = 2; expected the same nodes.*set both"),
     (COLOCATED, ("cluster.rollout.gpus_per_node=4",), "cluster.trainer.gpus_per_node = 2 and cluster.rollout.gpus_per_node = 4; expected the same"),
+    ("configs/tiny_async.toml", ("trainer.paused_state=disk",), "its state never leaves them; expected 'host'; remove trainer.paused_state, or set cluster.placement"),
     (COLOCATED, ("weights.transport=broadcast",), "NCCL takes a GPU once in a group; expected 'disk'; set weights.transport = 'disk'"),
     (COLOCATED, ("weights.transport=p2p",), "an engine loads a version when its turn has begun.*expected 'disk'; set weights.transport = 'disk'"),
     (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache' or \\[trainer.mtp\\]; set one of them"),
@@ -52,6 +54,28 @@ def test_each_side_must_fit_beside_what_the_other_leaves_and_not_beside_all_of_i
     parameters = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 32000 * 1024 + 1024
     host = 2 * (4 * parameters + 8 * parameters / 2) / 1e9
     assert f"host memory: each trainer node holds {host:.0f} GB of trainer state while engines generate" in shared.notes
+
+
+def test_state_that_waits_on_disk_is_counted_there_and_not_on_the_host():
+    parameters = 4 * (4 * 1024**2 + 3 * 1024 * 4096 + 2 * 1024) + 2 * 32000 * 1024 + 1024
+    disk = ("trainer.paused_state=disk", "cluster.trainer.memory_gb=1")
+    plan = draft_plan(colocated(*disk), SiteConfig(node_disk_gb=1), SMALL)
+    assert plan.disk_per_node_gb == pytest.approx(2 * (4 * parameters + 8 * parameters / 2) / 1e9)  # two ranks: weights, and two moments on one of them, fp32
+    assert not any("host memory" in text for text in (*plan.notes, *plan.problems)) and f"on disk: {plan.disk_per_node_gb:.0f} GB a node" in plan.table()
+    assert plan.problems == ("the trainer's state needs 2 GB of disk a trainer node, the site has node_disk_gb = 1; use more trainer ranks, or a larger disk "
+                             "(trainer.optimizer.state_dir), or trainer.paused_state = 'host'",)
+    assert any("the 2 GB of the trainer's state on disk a node are not checked" in note for note in draft_plan(colocated(*disk), SiteConfig(), SMALL).notes)
+    # streamed optimizer state lies there anyway: three files of 12 bytes a parameter, beside the weights
+    both = draft_plan(colocated(*disk, "trainer.optimizer.state=stream"), SiteConfig(), SMALL)
+    assert both.disk_per_node_gb == pytest.approx(2 * (4 * parameters + 3 * 12 * parameters / 2) / 1e9)
+    host = draft_plan(colocated("trainer.optimizer.state=stream"), SiteConfig(), SMALL)
+    assert f"host memory: each trainer node holds {2 * 4 * parameters / 1e9:.0f} GB of trainer state while engines generate" in host.notes
+
+
+def test_a_step_of_state_that_waits_on_disk_writes_and_reads_it_once():
+    plan = draft_plan(colocated("trainer.paused_state=disk"), SiteConfig(), SMALL)
+    floors = [{t.name: t for t in step_floor(colocated(*x), SiteConfig(node_disk_gb_s=2.0), hf_config=SMALL).terms} for x in (("trainer.paused_state=disk",), ())]
+    assert floors[0]["pause and resume I/O"].seconds == pytest.approx(plan.disk_per_node_gb) and "pause and resume I/O" not in floors[1]
 
 
 def test_the_weights_of_a_reference_policy_are_counted_on_the_host_beside_what_else_is_there():

@@ -112,7 +112,7 @@ def test_a_flipped_bit_is_an_environment_fault_that_names_file_and_bucket(tmp_pa
 
 @pytest.mark.parametrize("position", [0, 8191, 8192, 24575])
 def test_blocks_read_in_parts_are_checked_to_the_last_byte(tmp_path, monkeypatch, position):
-    monkeypatch.setattr("miles.optim.store.PART", 8192)  # a block has 24,576 bytes
+    monkeypatch.setattr("miles.optim.direct.PART", 8192)  # a block has 24,576 bytes
     params = parameters()
     optimizer = streamed(tmp_path, params)
     for step in range(2):

@@ -1,18 +1,25 @@
-"""A trainer's memory given back and taken again; on the CPU by the same code, with the host's tensors as the device's."""
+"""A trainer's memory given back and taken again, by way of host memory and of a file; on the CPU by the same code, with the host's tensors as the device's."""
 
 import pytest
 import torch
 import worlds
 
+from miles.core import EnvironmentFault
 from miles.trainer.memory import DeviceMemory
 
 
-def test_storages_are_empty_while_released_and_come_back_bit_for_bit():
+@pytest.fixture(params=["host", "disk"])
+def waiting(request, tmp_path):
+    """Options of a DeviceMemory."""
+    return {"file": tmp_path / "paused"} if request.param == "disk" else {}
+
+
+def test_storages_are_empty_while_released_and_come_back_bit_for_bit(waiting):
     flat = torch.randn(1000)
     views = [flat[:400], flat[400:].view(20, 30)]
     scratch = torch.ones(500)
     odd = torch.tensor([float("nan"), -0.0, float("inf")])
-    memory = DeviceMemory([flat, *views, odd], [scratch], device="cpu")
+    memory = DeviceMemory([flat, *views, odd], [scratch], device="cpu", **waiting)
     before = flat.clone(), odd.view(torch.int32).clone()
     assert memory.bytes == 4 * (1000 + 500 + 3)  # a storage with many views counts once
     memory.release()
@@ -24,21 +31,32 @@ def test_storages_are_empty_while_released_and_come_back_bit_for_bit():
     assert flat[0] == 7  # still views of one storage
 
 
-def test_what_is_not_on_the_device_stays():
+def test_what_is_not_on_the_device_stays(waiting):
     here = torch.randn(10)
-    memory = DeviceMemory([here], device="cuda")
+    memory = DeviceMemory([here], device="cuda", **waiting)
     memory.release()
     assert memory.bytes == 0 and here.untyped_storage().nbytes() == 40
     memory.take()
 
 
+def test_nothing_is_trained_on_that_the_disk_has_changed(tmp_path):
+    flat = torch.randn(1000)
+    memory = DeviceMemory([flat], device="cpu", file=tmp_path / "paused")
+    memory.release()
+    data = bytearray((tmp_path / "paused").read_bytes())
+    data[1234] ^= 1
+    (tmp_path / "paused").write_bytes(data)
+    with pytest.raises(EnvironmentFault, match="bytes 0 to 4096 of .*paused have digest"):
+        memory.take()
+
+
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm_moe_dsa"])
-def test_training_goes_on_as_if_nothing_had_been_released(world, models, family):
+def test_training_goes_on_as_if_nothing_had_been_released(world, models, family, waiting):
     batches = [worlds.sequences(4, seed) for seed in (30, 31, 32)]
 
     def train(between):
         step = worlds.build(models[family], {})
-        memory = DeviceMemory.of((step.model, step.optimizer), device="cpu")
+        memory = DeviceMemory.of((step.model, step.optimizer), device="cpu", **waiting)
         out = []
         for number, batch in enumerate(batches):
             out.append(vars(step.run(batch, number=number)))

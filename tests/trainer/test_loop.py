@@ -28,6 +28,7 @@ from miles.optim import claim, folder_of
 from miles.rundir import RunDir
 from miles.trainer.checkpoint import describe_file
 from miles.trainer.loop import Trainer
+from miles.weights.acks import Ack, write_ack
 from miles.weights.publish import Published
 from miles.weights.store import WeightStore
 
@@ -154,6 +155,38 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         assert [apart[name].tolist() for name in ("step", "staleness", "tokens")] == [[3, 4], [3, 2], t["sampled_tokens"].tolist()]  # 3: 3 or more
     scratch = Path(load_site(run.config.cluster.site).scratch)
     assert not list(scratch.glob(f"miles-optimizer-{run.path.name}*"))
+
+
+def test_files_of_state_that_waits_are_there_from_the_start_and_go_at_the_end_and_after_a_kill(tmp_path, model):
+    """On a CPU nothing waits: the files are empty (test_device_memory.py has full ones)."""
+    run = RunDir.create(config(tmp_path, model, "run.mode=sync", "run.steps=1", "cluster.placement=shared", "cluster.rollout.nodes=1", "cluster.rollout.gpus_per_node=2",
+                               "trainer.paused_state=disk", f"trainer.optimizer.state_dir={tmp_path / 'state'}"))
+    run.new_attempt()
+    (tmp_path / "state").mkdir()
+    producer, store = Producer(run), WeightStore(run)
+
+    def there():
+        return sorted(str(p.relative_to(folder_of(tmp_path / "state", run.path.name))) for p in (tmp_path / "state").rglob("*") if p.is_file())
+
+    first = start(run)
+    try:
+        wait(lambda: store.newest() == 1, first, run)
+        assert there() == ["e000001/rank_00000/paused", "e000001/rank_00001/paused"]
+        os.kill(ranks_of(first)[-1], signal.SIGKILL)
+        first.wait(30)
+        assert len(there()) == 2
+        write_ack(run, Ack(0, 1, 0, 1, "", released=1))  # the engine's turn is over: a trainer that starts may have its memory
+        second = start(run)
+        wait(lambda: store.newest() == 2, second, run)
+        assert there() == ["e000002/rank_00000/paused", "e000002/rank_00001/paused"]
+        producer.put(2, 2)
+        write_ack(run, Ack(0, 1, 0, 2, "", released=2))
+        second.wait(90)
+    finally:
+        for p in (first, *([second] if "second" in locals() else [])):
+            p.kill()
+    assert second.returncode == 0 and trained(run) == {0: 1, 1: 1}, (run.path / "trainer.log").read_text()[-3000:]
+    assert list((tmp_path / "state").iterdir()) == []
 
 
 def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):

@@ -1,7 +1,7 @@
 #!/usr/bin/env -S sh -c 'exec "$(dirname "$0")/../../.venv/bin/python" "$0" "$@"'
-"""Streamed optimizer state against the disk and against doing one thing after the other: tools/bench/optimizer.py [--quick] [--json] [--folder F].
+"""The trainer's state on disk against the disk, and streaming against doing one thing after the other: tools/bench/optimizer.py [--quick] [--json] [--folder F].
 
-2 GB of Adam's state (--quick: 256 MB) of one fp32 parameter, in F (default: the system's temporary folder; it must be on a local disk). All in one run,
+2 GB of state (--quick: 256 MB; streamed: Adam's, of one fp32 parameter), in F (default: the system's temporary folder; it must be on a local disk). All in one run,
 every measure in turns with its baseline, the best of each (others may use the machine):
 
 bandwidth       bytes read and written a second by a step that computes nothing (digests included), against two threads that read one file and write
@@ -10,6 +10,10 @@ step            seconds of a step of Adam, against the longer of that plain I/O 
 overlap         steps a second against read, compute, write of one bucket after the other, with the same digests. Its limit is the longer of plain I/O
                 and compute: `gain_at_most` says what the gain would be here, were overlap perfect
 memory          buffers, and what the resident set grows by during a step, in buckets, to a hundredth of one
+pause, resume   bytes a second of a trainer that gives its device memory back and takes it again (miles.trainer.memory), with tensors of the host in the
+                place of a GPU's, against a copy of the same bytes from memory that is then freed, or for a resume into new memory; by way of a file (digests
+                included) against the slower of that copy and of the same bytes written, or read, sequentially past the page cache in blocks of the same size
+memory, pause   buffers, and what the resident set grows by during a pause to disk, in chunks of 64 MiB
 
 Exit status 1 where a target is missed.
 """
@@ -32,7 +36,9 @@ import xxhash
 
 from miles.optim import StreamedAdam
 from miles.optim.direct import buffer_of
+from miles.optim.paused import BUFFERS, CHUNK
 from miles.platform.cpu_adam import adam_
+from miles.trainer.memory import DeviceMemory
 from tools.bench.table import figure, tell
 
 ITEM, FIELDS = 4, 3
@@ -60,16 +66,19 @@ class Plain:
                 os.pwritev(fd, [self.buffers[0]], i * size)
             os.fsync(fd)
 
-    def both(self) -> None:
-        """Read one file and write the other at once."""
-        def read() -> None:
-            for i in range(self.blocks):
-                os.preadv(self.fds[0], [self.buffers[0]], i * self.size)
+    def read(self) -> None:
+        for i in range(self.blocks):
+            os.preadv(self.fds[0], [self.buffers[0]], i * self.size)
 
-        thread = threading.Thread(target=read)
-        thread.start()
+    def write(self) -> None:
         for i in range(self.blocks):
             os.pwritev(self.fds[1], [self.buffers[1]], i * self.size)
+
+    def both(self) -> None:
+        """Read one file and write the other at once."""
+        thread = threading.Thread(target=self.read)
+        thread.start()
+        self.write()
         os.fsync(self.fds[1])
         thread.join()
 
@@ -108,6 +117,34 @@ def resident_peak(call) -> int:
 def _status(name: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+def measure_pause(folder: Path, state_bytes: int, times: int) -> list[dict]:
+    tensors = [torch.randint(0, 256, (state_bytes // 8,), dtype=torch.uint8) for _ in range(8)]
+    there = [torch.empty_like(t) for t in tensors]
+    folder.mkdir()
+    plain = Plain(folder, state_bytes // CHUNK, CHUNK)
+    disk, host = DeviceMemory(tensors, device="cpu", file=folder / "paused"), DeviceMemory(tensors, device="cpu")
+    seconds: dict[str, list[float]] = {}
+    new, growth = [], []
+    for _ in range(times):
+        for name, call in (("write", plain.write), ("pause to disk", lambda: growth.append(resident_peak(disk.release))),
+                           ("read", plain.read), ("resume from disk", disk.take),
+                           ("copy into new memory", lambda: new.extend(t.clone() for t in there)),
+                           ("copy and free", lambda: (new.reverse(), [t.copy_(new.pop()) for t in there])),
+                           ("pause to host memory", host.release), ("resume from host memory", host.take)):
+            seconds.setdefault(name, []).append(timed(call))
+    rate = {name: state_bytes / 1e6 / min(values[1:]) for name, values in seconds.items()}
+    chunks = BUFFERS + max(growth[1:]) / CHUNK  # the buffers are there before
+    figures = []
+    for name, io, copy in (("pause to disk", "write", "copy and free"), ("resume from disk", "read", "copy into new memory"),
+                           ("pause to host memory", None, "copy and free"), ("resume from host memory", None, "copy into new memory")):
+        limit = min(rate[copy], rate[io]) if io else rate[copy]
+        figures.append(figure(name, "MB/s", rate[name], limit, limit, least=0.85, of_ratio=True, **{f"{what}_mb_s".replace(" ", "_"): rate[what] for what in (io, copy) if what}))
+    return [
+        *figures,
+        figure("host memory of a pause to disk", "chunks", round(chunks, 2), None, 2, most=2),
+    ]
 
 
 def measure(folder: Path, state_bytes: int, bucket: int, times: int) -> list[dict]:
@@ -152,7 +189,7 @@ def main() -> int:
     args = parser.parse_args()
     size, bucket = (256 << 20, 1 << 21) if args.quick else (2 << 30, 1 << 23)
     with tempfile.TemporaryDirectory(prefix="miles-bench-optimizer-", dir=args.folder) as name:
-        figures = measure(Path(name), size, bucket, args.times)
+        figures = measure(Path(name) / "streamed", size, bucket, args.times) + measure_pause(Path(name) / "paused", size, args.times)
     return tell("optimizer", figures, args.json, state_bytes=size, bucket_bytes=bucket * ITEM * FIELDS)
 
 
