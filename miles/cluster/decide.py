@@ -22,6 +22,14 @@ EX_TEMPFAIL = os.EX_TEMPFAIL
 NOT_RESTARTED = (2, 3)
 """Exit codes for a configuration (2) or environment (3) that a restart cannot mend."""
 
+FROZEN = {
+    "T": "somebody or something stopped it (SIGSTOP, the scheduler)",
+    "t": "a debugger stopped it",
+    "D": "it waited in the kernel for a file system or a device: look at the mounts and the kernel's log of that node",
+}
+IN_A_CALL = "its main thread was in one call that did not return, or waited for a thread that was; the end of its log may tell in which"
+"""What a state in /proc/PID/status says of a rank that has frozen; any other state says the last."""
+
 NUDGE_S = 5.0
 """USR2 is repeated: a rank that was still starting ignores it (see miles.cluster.rank)."""
 
@@ -184,13 +192,15 @@ def _requeue(text: str, cause: Cause | None, limits: Limits) -> Outcome:
 # -- how a step ended, from what its ranks recorded ----------------------------------------------------------------------------
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's record (miles.cluster.rank). `code` is None while it runs, or when its wrapper was killed too."""
+    """One rank's record (miles.cluster.rank). `code` is None while it runs, or when its wrapper was killed too. `frozen`: the state of its main thread, where
+    its wrapper killed it because it gave no sign of life."""
 
     rank: int
     pid: int
     host: str
     code: int | None = None
     ended: float = 0.0  # unix seconds, of the rank's node
+    frozen: str = ""
 
 
 def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code: int) -> Cause:
@@ -204,7 +214,7 @@ def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code:
             return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} ended with exit code {r.code}", r.rank)
     for r in done:
         if r.code not in (0, EX_TEMPFAIL):
-            return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} {_died(r.code)}", r.rank)
+            return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} {_died(r)}", r.rank)
     if len(done) == ranks:
         code = EX_TEMPFAIL if any(r.code == EX_TEMPFAIL for r in done) else 0
         return Cause(role, code, f"{role} step {'saved a checkpoint and stopped' if code else 'ended'}")
@@ -213,5 +223,7 @@ def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code:
     return Cause(role, 1 if code in NOT_RESTARTED else code, f"{role} step ended with code {launcher_code}; ranks {missing} left no exit record")
 
 
-def _died(code: int) -> str:
-    return f"was killed by signal {code - 128}" if code > 128 else f"ended with exit code {code}"
+def _died(r: RankReport) -> str:
+    if r.frozen:
+        return f"gave no sign of life for cluster.frozen_s and was killed; its state was {r.frozen}: {FROZEN.get(r.frozen[0], IN_A_CALL)}"
+    return f"was killed by signal {r.code - 128}" if r.code > 128 else f"ended with exit code {r.code}"

@@ -22,7 +22,7 @@ def rank_environment(run: RunDir, site: SiteConfig, launcher: str, role: Role, a
     """What every rank finds in its environment besides what it inherits."""
     return {**site.env, "MILES_ATTEMPT": str(attempt), "MILES_EPOCH": str(epoch), "MILES_ROLE": role.value, "MILES_LAUNCHER": launcher,
             "MILES_TOKEN_FILE": str(run.token_file), "MILES_POOL": str(run.pool), "MILES_FIRST_RANK": str(run.first_rank),
-            "MILES_FOLDER": str(run.attempt_dir(attempt))}
+            "MILES_FOLDER": str(run.attempt_dir(attempt)), "MILES_FROZEN_S": str(run.config.cluster.frozen_s)}
 
 
 def slurm_argv(run: RunDir, site: SiteConfig, role: Role, module: str) -> list[str]:

@@ -103,7 +103,7 @@ class Step:
             return None
         if self.hung:
             return Cause(self.role, 1, f"{self.role} step was not launched within {START_S:.0f} s")
-        reports = [RankReport(r["rank"], r["pid"], r["host"], r["code"], r["ended"]) for r in self.reports()]
+        reports = [RankReport(r["rank"], r["pid"], r["host"], r["code"], r["ended"], r["frozen"]) for r in self.reports()]
         return step_cause(self.role, reports, self.ranks, code)
 
     def nudge(self) -> None:

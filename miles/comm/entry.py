@@ -11,11 +11,14 @@ import sys
 import traceback
 from collections.abc import Callable
 
+from miles.comm.pulse import show_life
 from miles.core import MilesError
 
 
 def run_rank(main: Callable[[], int]) -> None:
     """Run a rank's main and leave the process. Never returns."""
+    if "MILES_PULSE" in os.environ:  # it has a parent that watches
+        show_life(int(os.environ["MILES_PULSE"]))
     try:
         code = main()
     except MilesError as e:

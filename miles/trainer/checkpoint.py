@@ -42,6 +42,7 @@ from miles.trainer.critic import Critic
 from miles.trainer.model import PolicyModel
 from miles.trainer.streamed import begin_saving, is_streamed, restore
 
+WAIT_S = 1.0  # seconds that the main thread waits at once: in between it shows that it lives (miles.comm.pulse)
 METADATA_FILES = (".metadata", "metadata.json")
 METADATA_MODULES = ("torch.distributed.checkpoint.", "torch.distributed._shard.")
 METADATA_NAMES = {("torch", "Size"), ("torch.serialization", "_get_layout")}
@@ -65,7 +66,8 @@ class Saving:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        self._thread.join()
+        while not self.done:
+            self._thread.join(WAIT_S)
 
     def finish(self) -> None:
         """Write the metadata. Raises EnvironmentFault: it cannot be written."""

@@ -158,6 +158,15 @@ def test_cause_is_the_first_failure_not_the_peers_killed_for_it():
     assert (cause.rank, cause.code) == (1, 137) and "signal 9" in cause.text
 
 
+def test_a_rank_that_froze_is_the_cause_of_the_end_of_its_peers_and_is_restarted_as_one_that_died():
+    """Its wrapper kills it first; what state it was in says where to look."""
+    for state, hint in (("T (stopped)", "SIGSTOP"), ("D (disk sleep)", "look at the mounts"), ("S (sleeping)", "one call that did not return")):
+        cause = step_cause(T, [report(0, 143, 2.0), replace(report(1, 137, 1.0), frozen=state)], 2, 143)
+        assert (cause.rank, cause.code) == (1, 137)
+        assert f"trainer rank 1 on node0 gave no sign of life for cluster.frozen_s and was killed; its state was {state}: " in cause.text and hint in cause.text
+        assert decide(begin()[0], StepEnded(cause), 0.0, LIMITS)[1] == [Start(T, 1)]
+
+
 def test_a_wrong_clock_may_name_another_rank_but_restarts_the_same():
     right, wrong = (step_cause(R, [report(0, 143, ended), report(1, 137, 1.0)], 2, 143) for ended in (2.0, 2.0 - 86400))
     assert (right.rank, wrong.rank) == (1, 0)

@@ -58,6 +58,22 @@ def test_a_frozen_rollout_rank_costs_the_deadline_of_its_samples_and_the_run_goe
     assert r.run.current_epoch("rollout") == 1, "no restart was needed"
 
 
+def test_a_frozen_leader_and_a_frozen_trainer_rank_are_killed_and_their_steps_started_again(started):
+    """Nobody waits for them in vain: neither the trainer for the rollout leader, nor ranks for their leader, nor the leader for one of its ranks."""
+    r = started(12, "cluster.trainer.ranks_per_node=2", "cluster.trainer.gpus_per_node=2", "cluster.frozen_s=20")
+    for number, (role, rank, epoch) in enumerate([("trainer", 1, 1), ("trainer", 0, 2), ("rollout", 0, 1)], 1):
+        r.wait_for(3 * number)
+        frozen = StubRun(r.run).records(1, role, epoch)[rank]
+        os.kill(frozen["pid"], signal.SIGSTOP)
+        StubRun(r.run).wait_for(lambda role=role, epoch=epoch: r.run.current_epoch(role) == epoch + 1, 120)
+        (text,) = (line for line in (r.run.attempt_dir(1) / "supervisor.log").read_text().splitlines() if f"{role} step of epoch {epoch} is over" in line)
+        assert f"{role} rank {rank} on {frozen['host']} gave no sign of life for cluster.frozen_s and was killed; its state was T (stopped)" in text
+        assert not Path(f"/proc/{frozen['pid']}").exists()
+    assert r.process.wait(timeout=300) == 0 and r.run.finished
+    check(r.run)
+    assert (r.run.current_epoch("trainer"), r.run.current_epoch("rollout")) == (3, 2)
+
+
 def test_an_engine_that_hangs_is_killed_after_a_turn_passed_its_deadline_and_started_again(started):
     r = started(8, "rollout.turn_deadline_s=15", "rollout.deadline_s=90")
     r.wait_for(2)

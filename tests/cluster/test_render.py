@@ -66,7 +66,8 @@ def test_rank_environment_names_attempt_epoch_and_token(tmp_path):
     run = RunDir.create(load_config(TINY, (f"run.root={tmp_path}",)))
     env = rank_environment(run, SiteConfig(env={"A": "b"}), "slurm", Role.TRAINER, 2, 7)
     assert env == {"A": "b", "MILES_ATTEMPT": "2", "MILES_EPOCH": "7", "MILES_ROLE": "trainer", "MILES_LAUNCHER": "slurm", "MILES_POOL": "0",
-                   "MILES_FIRST_RANK": "0", "MILES_TOKEN_FILE": f"{run.path}/token", "MILES_FOLDER": f"{run.path}/attempts/0002"}
+                   "MILES_FIRST_RANK": "0", "MILES_TOKEN_FILE": f"{run.path}/token", "MILES_FOLDER": f"{run.path}/attempts/0002",
+                   "MILES_FROZEN_S": "3600.0"}
 
 
 def a_pool(tmp_path):

@@ -1,0 +1,88 @@
+"""Signs of life of real processes: what stops them, and what does not."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+PROGRAM = """
+import asyncio, ctypes, sys, threading, time, uvloop
+import miles.comm.pulse as pulse
+
+def poll():
+    while True:
+        time.sleep(0.002)
+
+pulse.BEAT_S = 0.02
+pulse.show_life(int(sys.argv[1]))
+"""
+LIVING = {
+    "computes": "while True: sum(range(1000))",
+    "polls": "poll()",
+    "waits for events": "uvloop.run(asyncio.sleep(600))",
+}
+HUNG = {
+    "the main thread is in a call, another works": "threading.Thread(target=poll, daemon=True).start(); ctypes.CDLL(None).sleep(600)",
+    "another thread is in a call and keeps the interpreter": "threading.Thread(target=ctypes.PyDLL(None).sleep, args=(600,), daemon=True).start(); poll()",
+}
+
+
+class Process:
+    def __init__(self, body: str):
+        self.fd = os.memfd_create("pulse", 0)
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM + body, str(self.fd)], pass_fds=[self.fd])
+
+    def number(self) -> bytes:
+        return os.pread(self.fd, 8, 0)
+
+    def lives(self) -> bool:
+        """A new number comes, within 20 seconds."""
+        before, deadline = self.number(), time.monotonic() + 20
+        while self.number() == before and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.number() != before
+
+    def is_silent(self) -> bool:
+        """For half a second, in which 25 numbers were due, there is none, at some time within 20 seconds."""
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            before = self.number()
+            time.sleep(0.5)
+            if self.number() == before:
+                return True
+        return False
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def begin(body):
+        started.append(Process(body))
+        assert started[-1].lives()  # the first number of all
+        return started[-1]
+
+    yield begin
+    for p in started:
+        p.process.kill()
+        p.process.wait()
+        os.close(p.fd)
+
+
+@pytest.mark.parametrize("what", LIVING)
+def test_a_process_lives_as_long_as_its_main_thread_runs_python(start, what):
+    p = start(LIVING[what])
+    assert p.lives() and p.lives()
+    p.process.send_signal(signal.SIGSTOP)
+    assert p.is_silent()
+    p.process.send_signal(signal.SIGCONT)
+    assert p.lives()
+
+
+@pytest.mark.parametrize("what", HUNG)
+def test_a_process_is_silent_when_its_main_thread_does_not_come_back_to_python(start, what):
+    p = start(HUNG[what])
+    assert p.is_silent() and p.process.poll() is None
