@@ -1,7 +1,9 @@
 """The rendered job on a real Slurm cluster with virtual nodes, stub roles in its steps."""
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +72,19 @@ def test_killed_ranks_restart_their_step(sbatch, make_run):
     assert run.step() == 200 and run.exit(1)["outcome"] == "finished"
     assert run.run.current_epoch("rollout") == 3 and run.run.current_epoch("trainer") == 2
     assert run.records(1, "rollout", 1)[1]["code"] == 137
+
+
+def test_a_frozen_rank_is_killed_on_its_node_and_its_step_started_again(sbatch, make_run):
+    run = make_run(400, "cluster.frozen_s=20")
+    job = sbatch(run)
+    run.wait_for(lambda: run.step() >= 5)
+    frozen = run.records(1, "rollout", 1)[1]
+    os.kill(frozen["pid"], signal.SIGSTOP)
+    run.wait_for(lambda: ended(job), 180)
+    assert run.step() == 400 and run.exit(1)["outcome"] == "finished"
+    assert run.run.current_epoch("rollout") == 2 and run.run.current_epoch("trainer") == 1
+    assert run.records(1, "rollout", 1)[1] == {**frozen, **run.records(1, "rollout", 1)[1], "code": 137, "frozen": "T (stopped)"}
+    assert "rollout rank 1 on" in (log := (run.run.attempt_dir(1) / "supervisor.log").read_text()) and "gave no sign of life" in log
 
 
 def test_notice_requeues_the_job(sbatch, make_run):
