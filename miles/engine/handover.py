@@ -1,11 +1,11 @@
-"""Weights on their way to an engine: a folder in shared memory with one safetensors file, which the engine loads as it loads any model folder.
+"""Weights on their way to an engine: a folder in shared memory with one safetensors file, or a link to the memory where one lies, which the engine loads as it
+loads any model folder.
 
 SGLang's own endpoint for tensors wants a base64 pickle instead, which is slower and is a pickle.
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import shutil
 import tempfile
@@ -41,46 +41,19 @@ def no_room(size: int, error: Exception) -> EnvironmentFault:
 
 
 class Handover:
-    """Files that an engine loads, in memory of this process. A reader's host copy of the weights lies in one: there is one copy, and nothing to write while
-    the engine stands still.
-
-    Each is anonymous memory that the engine, a process of the same user, opens by a link in `folder`: it ends with this process however that ends, and does
-    not count against the size of /dev/shm.
-    """
+    """A folder of this process with links to memory that it has open, which an engine, a process of the same user, reads as files."""
 
     def __init__(self):
         self.folder = handover_folder()
-        self._files: dict[str, int] = {}  # name -> file descriptor
 
-    def weights(self, size: int) -> mmap.mmap:
-        """`size` bytes of memory that are the safetensors file of `folder`, in the place of those before, which go with the last view of them. Raises
-        EnvironmentFault: no room."""
-        fd = self._new("model.safetensors")
-        try:
-            os.posix_fallocate(fd, 0, size)  # a page that is not there would be a SIGBUS later
-            return mmap.mmap(fd, size)
-        except OSError as e:
-            raise no_room(size, e) from e
-
-    def put(self, name: str, source: Path) -> Path:
-        """Copy a file."""
-        fd = self._new(name)
-        with open(source, "rb") as f, open(fd, "wb", closefd=False) as out:
-            shutil.copyfileobj(f, out, 1 << 22)
+    def show(self, name: str, memory: str) -> Path:
+        """memory: path of it under /proc."""
+        self.hide(name)
+        (self.folder / name).symlink_to(memory)
         return self.folder / name
 
-    def _new(self, name: str) -> int:
-        self.remove(name)
-        self._files[name] = fd = os.memfd_create("miles-weights")
-        (self.folder / name).symlink_to(f"/proc/{os.getpid()}/fd/{fd}")
-        return fd
-
-    def remove(self, name: str) -> None:
-        if (fd := self._files.pop(name, None)) is not None:
-            (self.folder / name).unlink(missing_ok=True)
-            os.close(fd)
+    def hide(self, name: str) -> None:
+        (self.folder / name).unlink(missing_ok=True)
 
     def close(self) -> None:
-        for name in list(self._files):
-            self.remove(name)
         shutil.rmtree(self.folder, ignore_errors=True)

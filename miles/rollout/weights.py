@@ -4,7 +4,8 @@
              ->  pause  ->  the engine patches its own memory and checks it, or loads the rank's copy, whose checksum its memory must have
              ->  resume, acknowledge  ->  otherwise the engine is poisoned, and stays paused until it is restarted
 
-The copy lies in the file that the engine loads (miles.engine.handover), so that nothing is copied while it stands still.
+The ranks of a node share what is read, and the copy (miles.weights.shared). It lies in the file that the engine loads (miles.engine.handover), so that
+nothing is copied while it stands still.
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
 
@@ -26,12 +27,13 @@ import torch
 from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.engine import EngineClient
 from miles.engine.digest import combined_checksum, expected_checksums
-from miles.engine.handover import Handover
+from miles.engine.handover import HANDOVER, Handover
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack
-from miles.weights.follow import Follower
-from miles.weights.patch import Patch, State
+from miles.weights.node import NodeFolder
+from miles.weights.patch import State
+from miles.weights.shared import NodeCopy, NodePatches
 from miles.weights.store import Manifest, WeightStore
 from miles.weights.turns import EngineTurns
 
@@ -69,9 +71,9 @@ class EngineWeights:
         self._client, self._log, self._pause = client, log, run.config.weights.pause
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
         self.store = WeightStore(run)
-        self._handover = Handover()
-        self._follower = Follower(self.store, self._handover.weights)
-        self._named: set[str] = set()  # tensors of the versions served so far
+        self._handover, self._node = Handover(), NodeFolder(HANDOVER, run)
+        self._copy, self._patches = NodeCopy(self.store, self._node.shared("copy")), NodePatches(self.store, self._node.shared("patches"))
+        self._served: Manifest | None = None
         self._group = ""  # the broadcast group that the engine is in
         self._parts = RELEASED[run.config.engine.release]
         self._released: tuple[float, float] | None = None  # (seconds it took, when), while the engine is without memory
@@ -80,8 +82,9 @@ class EngineWeights:
 
     def close(self) -> None:
         """Let go of the host copy."""
-        self._follower.forget()
+        self._forget()
         self._handover.close()
+        self._node.close()
 
     async def follow(self) -> bool:
         """Bring the engine to the newest version if that can be done now. Returns whether its version changed.
@@ -140,7 +143,7 @@ class EngineWeights:
         """Before the engine hears of a version. Raises StructureError for one that the engine would take in part, or die of: SGLang reports success for a
         tensor that it does not know, and keeps what it has of one that is missing."""
         self._client.check_tensors({n: (tuple(t["shape"]), t["dtype"]) for n, t in manifest.tensors.items()})
-        if missing := self._named - manifest.tensors.keys():
+        if self._served is not None and (missing := self._served.tensors.keys() - manifest.tensors.keys()):
             raise StructureError(f"v{manifest.version} lacks {len(missing)} tensors of v{self.version}, which is served: {sorted(missing)[:5]}",
                                  "every tensor in every version", "the version is skipped: check what the trainer exports", cause="weights:missing")
 
@@ -150,42 +153,52 @@ class EngineWeights:
             if self.version >= 0 and self._released is None and (patches := in_place(self.store.chain(newest, self.version))):
                 await self._apply_patches(patches, start)
                 return True
-            step = await asyncio.to_thread(self._follower.advance, newest)
+            self._patches.forget()
+            manifest = await asyncio.to_thread(self._copy.advance, newest)
         except (StructureError, FileNotFoundError) as e:
             self._refuse(newest, str(e))
             return False
-        if step is None:
+        if manifest is None:
             self._refuse(newest, f"v{newest}: a version that it goes on from is gone")
             return False
-        manifest, changed = step
-        expected = await self._expected(manifest, self._follower.state)
+        try:
+            if manifest.version > newest:
+                return False  # another rank of this node has seen a newer one: so will the next look
+            await self._apply_copy(manifest, start)
+        finally:
+            self._copy.release()
+        return True
+
+    async def _apply_copy(self, manifest: Manifest, start: float) -> None:
+        """Have the engine load the host copy, which nobody changes meanwhile."""
+        expected = await self._expected(manifest, self._copy.state)
         pulled = time.monotonic()
         # A fresh engine has the model folder's weights, one that has released them has none.
-        unchanged = not changed and self.version >= 0 and not (self._released is not None and "weights" in self._parts)
+        unchanged = self._served is not None and self._served.digest == manifest.digest and not (self._released is not None and "weights" in self._parts)
+        self._handover.show("model.safetensors", self._copy.memory.path)
         async def apply():
             await self._take()
             if unchanged:
-                await self._client.set_version(newest)
+                await self._client.set_version(manifest.version)
             else:
-                await self._client.update_from_folder(self._handover.folder, newest, flush=self._flush)
-        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", expected)
-        return True
+                await self._client.update_from_folder(self._handover.folder, manifest.version, flush=self._flush)
+        await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", expected, shared=not self._copy.pulled)
 
     async def _apply_patches(self, patches: list[Manifest], start: float) -> None:
         """Have the engine apply them to its own memory: where that is the version's bytes, it needs no host copy."""
-        self._follower.forget()
+        self._forget_copy()
         try:
-            paths = await asyncio.to_thread(lambda: [self._fetch(m) for m in patches])
+            paths = await asyncio.to_thread(self._fetch, patches)
             if len(paths) == 1:  # of several, each needs what the one before makes
                 await self._rehearse(paths[0], patches[0])
             pulled = time.monotonic()
             async def apply():
                 for path, m in zip(paths, patches, strict=True):
                     await self._client.apply_patch(path, m.version, flush=self._flush)
-            await self._while_paused(apply, patches[-1], start, pulled, sum(m.file_size for m in patches), "disk", "")
+            await self._while_paused(apply, patches[-1], start, pulled, sum(m.file_size for m in patches), "disk", "", shared=not self._patches.pulled)
         finally:
             for m in patches:
-                self._handover.remove(_patch_name(m))
+                self._handover.hide(_patch_name(m))
 
     async def _rehearse(self, path: Path, manifest: Manifest) -> None:
         try:
@@ -195,18 +208,18 @@ class EngineWeights:
             raise EnginePoisoned(f"rank {self._rank}: its memory is not what v{manifest.version} goes on from: {e}", "an engine at exactly one version",
                                  "nothing: the engine is restarted from a keyframe") from e
 
-    def _fetch(self, manifest: Manifest) -> Path:
-        """The patch file, verified, in memory that the engine can read. Raises StructureError or FileNotFoundError."""
-        source = self.store.patch_file(manifest)
-        try:
-            path = self._handover.put(_patch_name(manifest), source)
-        except FileNotFoundError:
-            raise
-        except OSError as e:  # as where a network file system has lost the file in the middle
-            raise StructureError(f"{source} cannot be read: {e}", "the file as it was published", "the version is skipped; the next keyframe repairs it",
-                                 cause="patch-file") from e
-        Patch(path, manifest.file_size, manifest.file_digest).check()
-        return path
+    def _fetch(self, patches: list[Manifest]) -> list[Path]:
+        """The patch files, verified, where the engine can read them. Raises StructureError or FileNotFoundError."""
+        return [self._handover.show(_patch_name(m), memory.path) for m, memory in zip(patches, self._patches.fetch(patches), strict=True)]
+
+    def _forget(self) -> None:
+        """What was read is no longer what the engine goes on from (a broadcast went past it)."""
+        self._forget_copy()
+        self._patches.forget()
+
+    def _forget_copy(self) -> None:
+        self._handover.hide("model.safetensors")
+        self._copy.forget()
 
     @staticmethod
     async def _expected(manifest: Manifest, state: State) -> str:
@@ -228,7 +241,7 @@ class EngineWeights:
                 self._group = group["name"]
             await self._client.update_from_broadcast(names, [manifest.tensors[n]["dtype"] for n in names], [manifest.tensors[n]["shape"] for n in names],
                                                      manifest.version, group=group["name"], flush=self._flush)
-        self._follower.forget()
+        self._forget()
         size = sum(torch.Size(t["shape"]).numel() * getattr(torch, t["dtype"]).itemsize for t in manifest.tensors.values())
         await self._while_paused(apply, manifest, start, start, size, "broadcast", manifest.extra["checksum"])
 
@@ -239,12 +252,13 @@ class EngineWeights:
             pulled = time.monotonic()
             async def apply():
                 await self._client.update_from_folder(image.folder, manifest.version, flush=self._flush)
-            self._follower.forget()
+            self._forget()
             await self._while_paused(apply, manifest, start, pulled, image.size, "p2p", expected)
 
-    async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str, expected: str) -> None:
+    async def _while_paused(self, apply, manifest: Manifest, start: float, pulled: float, size: int, transport: str, expected: str, *,
+                            shared: bool = False) -> None:
         """expected: checksum of the engine's memory; empty where the engine has checked it itself, or where it cannot be foretold: then the digests of what
-        was handed over vouch."""
+        was handed over vouch. shared: another rank of the node had read it."""
         try:
             await self._client.pause(self._pause)
             paused = time.monotonic()
@@ -259,14 +273,14 @@ class EngineWeights:
             self._acknowledge(-1, "", error=str(e))
             raise EnginePoisoned(f"rank {self._rank}: v{manifest.version} was not applied whole: {e}", "an engine at exactly one version",
                                  "nothing: the engine is restarted from a keyframe") from e
-        self._log.row("weights", version=manifest.version, step=manifest.step, transport=transport, bytes=size, wait_s=max(0.0, time.time() - manifest.published
-                      - (time.monotonic() - start)), pull_s=pulled - start, pause_s=time.monotonic() - pulled, apply_s=applied - paused,
-                      verify_s=verified - applied, total_s=time.time() - manifest.published, ok=ok)
+        self._log.row("weights", version=manifest.version, step=manifest.step, transport=transport, bytes=size, shared=shared,
+                      wait_s=max(0.0, time.time() - manifest.published - (time.monotonic() - start)), pull_s=pulled - start,
+                      pause_s=time.monotonic() - pulled, apply_s=applied - paused, verify_s=verified - applied, total_s=time.time() - manifest.published, ok=ok)
         if not ok:
             self._acknowledge(-1, got, error="digest")
             raise EnginePoisoned(f"rank {self._rank}: after v{manifest.version} the engine's memory has checksum {got}", expected,
                                  "nothing: the engine is restarted from a keyframe")
-        self.version, self._named = manifest.version, set(manifest.tensors)
+        self.version, self._served = manifest.version, manifest
         self._acknowledge(self.version, got)
 
     def _refuse(self, version: int, why: str) -> None:

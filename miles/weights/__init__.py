@@ -5,6 +5,8 @@
     digest.py     the digest of a tensor, over blocks; the threads for block work
     store.py      versions as folders: keyframes, deltas and what went over the wire, each with a manifest that verifies
     follow.py     the reader's side: from the version it has to the newest one, digests checked
+    shared.py     one pull and one host copy for all ranks of a node
+    node.py       memory that they share, with a lock and a record of what lies where
     acks.py       what each engine says it serves
     retention.py  which versions nobody needs any more
     publish.py    the trainer's side: choose the encoding, publish, broadcast

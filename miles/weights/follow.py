@@ -22,18 +22,21 @@ class Follower:
     def __init__(self, store: WeightStore, memory: Callable[[int], Any] = bytearray):
         """memory: makes so many writable bytes."""
         self._store, self._memory = store, memory
-        self._manifest: Manifest | None = None  # what `state` was verified by
+        self.manifest: Manifest | None = None  # what `state` was verified by
         self.version: int | None = None
         self.state: State = {}
 
-    def forget(self) -> None:
-        """The host copy is no longer what the engine has (a broadcast went past it)."""
-        self._manifest, self.version, self.state = None, None, {}
+    def adopt(self, manifest: Manifest, state: State) -> None:
+        """Hold what another has brought there."""
+        self.manifest, self.version, self.state = manifest, manifest.version, state
 
-    def advance(self, target: int) -> tuple[Manifest, set[str]] | None:
-        """Bring the host copy to `target`. Returns its manifest and the names of the tensors that changed, or None when files do not lead there. Raises
-        StructureError when a file on the way is damaged, or even the way over the last keyframe does not verify, FileNotFoundError when the files went
-        meanwhile."""
+    def forget(self) -> None:
+        """Hold nothing."""
+        self.manifest, self.version, self.state = None, None, {}
+
+    def advance(self, target: int) -> Manifest | None:
+        """Bring the host copy to `target`. Returns its manifest, or None when files do not lead there. Raises StructureError when a file on the way is
+        damaged, or even the way over the last keyframe does not verify, FileNotFoundError when the files went meanwhile."""
         for have in (self.version, None) if self.version is not None else (None,):
             chain = self._store.chain(target, have)
             if chain is None:
@@ -41,7 +44,7 @@ class Follower:
             if whole := bool(chain) and chain[0].encoding == "keyframe":
                 self.forget()
             done: list[Step] = []
-            state, held = dict(self.state), self._manifest
+            state, held = dict(self.state), self.manifest
             try:
                 for m in chain:
                     done.append(self._store.read(m, state, held, self._memory))
@@ -54,8 +57,8 @@ class Follower:
                 if whole or getattr(e, "cause", "") not in ("patch-base", "patch-digest"):
                     raise  # also of a damaged patch: the way over the keyframe leads over the same file
                 continue
-            self._manifest, self.version, self.state = held, target, home
-            return held, set().union(*(step.changed for step in done))
+            self.adopt(held, home)
+            return held
         return None
 
     @staticmethod

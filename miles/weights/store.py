@@ -72,7 +72,6 @@ class Step:
     """What reading one version gave."""
 
     state: State
-    changed: set[str]
     undo: Callable[[], None]
 
 
@@ -139,11 +138,11 @@ class WeightStore:
         folder = self._path(manifest.version)
         if manifest.encoding == "keyframe":
             state = _load_keyframe(folder / _KEYFRAME, manifest, memory)
-            step = Step(state, set(state), lambda: None)
+            step = Step(state, lambda: None)
         else:
             patch = Patch(self.patch_file(manifest), manifest.file_size, manifest.file_digest)
-            state, changed = patch.apply(base, {n: i["digest"] for n, i in held.tensors.items()} if held is not None else None)
-            step = Step(state, changed, patch.undo)
+            state, _ = patch.apply(base, {n: i["digest"] for n, i in held.tensors.items()} if held is not None else None)
+            step = Step(state, patch.undo)
         wrong = [n for n in state.keys() | manifest.tensors.keys() if n not in state or n not in manifest.tensors]
         if wrong:
             step.undo()
@@ -267,6 +266,16 @@ def _load_keyframe(path: Path, manifest: Manifest, memory: Callable[[int], Any])
     if not complete or xxhash.xxh3_128_hexdigest(data) != manifest.file_digest:
         raise StructureError(f"{path} does not match its manifest", f"{manifest.file_size} bytes with digest {manifest.file_digest}",
                              "the version is skipped; the next keyframe repairs it", cause="patch-file")
+    state = keyframe_tensors(data, manifest)
+    for name, tensor in state.items():
+        if digest(tensor) != (stated := manifest.tensors[name]["digest"]):
+            raise StructureError(f"v{manifest.version}: {name} has another digest than the trainer's", stated,
+                                 "the version is skipped; the next keyframe repairs it", cause="patch-digest")
+    return state
+
+
+def keyframe_tensors(data: Any, manifest: Manifest) -> State:
+    """The tensors as they lie in the bytes of a keyframe's file: views. manifest: of a version with the same names, shapes and dtypes."""
     view = memoryview(data)
     start = 8 + int.from_bytes(view[:8], "little")
     header = msgspec.json.decode(view[8:start])
@@ -276,7 +285,4 @@ def _load_keyframe(path: Path, manifest: Manifest, memory: Callable[[int], Any])
         dtype = getattr(torch, info["dtype"])
         flat = torch.frombuffer(data, dtype=dtype, offset=start + begin, count=(end - begin) // dtype.itemsize) if end > begin else torch.empty(0, dtype=dtype)
         state[name] = flat.view(info["shape"])
-        if digest(state[name]) != info["digest"]:
-            raise StructureError(f"v{manifest.version}: {name} has another digest than the trainer's", info["digest"],
-                                 "the version is skipped; the next keyframe repairs it", cause="patch-digest")
     return state

@@ -116,9 +116,9 @@ def test_a_version_is_read_and_verified_before_the_engine_stands_still_and_check
     async def scenario(s):
         first, second = moved(s.source, 1), moved(s.source, 2)
         s.publisher.publish(0, own(first))
-        advance, fetch = s.weights._follower.advance, s.weights._fetch
-        s.weights._follower.advance = lambda target: (advance(target), s.engine.calls.append("read"))[0]
-        s.weights._fetch = lambda manifest: (fetch(manifest), s.engine.calls.append("read"))[0]
+        advance, fetch = s.weights._copy.advance, s.weights._fetch
+        s.weights._copy.advance = lambda target: (advance(target), s.engine.calls.append("read"))[0]
+        s.weights._fetch = lambda patches: (fetch(patches), s.engine.calls.append("read"))[0]
         assert await s.weights.follow() and serves(s.engine, first)
         s.publisher.publish(1, own(second))
         assert await s.weights.follow() and serves(s.engine, second)
@@ -246,14 +246,17 @@ def test_the_host_copy_is_the_file_that_the_engine_loads_and_nothing_of_it_outli
             s.publisher.publish(step, own(state))
             await s.weights.follow()
             file = s.weights._handover.folder / "model.safetensors"
+            assert file.is_symlink()  # anonymous memory of this process
             loaded = load_file(file)
             assert all(torch.equal(loaded[n], t) for n, t in state.items())
-            s.weights._follower.state[NORM].fill_(float(step))
+            s.weights._copy.state[NORM].fill_(float(step))
             assert load_file(file)[NORM].eq(step).all()
-            s.weights._follower.forget()  # it is no version any more
-        assert file.is_symlink() and list(file.parent.iterdir()) == [file]  # anonymous memory of this process
-        s.weights.close()
-        assert not file.parent.exists()
+            s.weights._copy.forget()  # it is no version any more
+            assert not file.exists()
+            folders.update((file.parent, s.weights._node.path))
+        assert all(f.exists() for f in folders)
 
+    folders = set()
     scene(scenario, None)
+    assert len(folders) == 2 and not any(f.exists() for f in folders)
     assert not list(Path("/dev/shm").glob(f"miles-weights-{os.getpid()}-*"))

@@ -100,7 +100,7 @@ class Rank:
         if point:
             self.client._post = last_post
         else:
-            self.weights._follower._store = SimpleNamespace(chain=self.weights.store.chain, read=last_read)
+            self.weights._copy._follower._store = SimpleNamespace(chain=self.weights.store.chain, read=last_read)
 
     async def look(self, rng, seen):
         """Follow once, and die of it now and then, and the engine with its rank."""
@@ -122,7 +122,7 @@ class Rank:
             seen["skipped some"] += changed and 0 <= before < self.weights.version - 1
             if ack.version >= 0:
                 assert serves(self.engine, self.truth[ack.version])
-            if "_post" not in vars(self.client) and self.weights._follower._store is self.weights.store:
+            if "_post" not in vars(self.client) and self.weights._copy._follower._store is self.weights.store:
                 return  # otherwise it was to die, and had nothing to do that it could die of
         await self.stop()
         await self.start()

@@ -155,7 +155,7 @@ def test_what_was_refused_is_not_read_again(scene):
         s.harm(2)
         (rank, _), read = s.ranks, []
         store = rank.weights.store
-        rank.weights._follower._store = SimpleNamespace(chain=store.chain, read=lambda manifest, *args: read.append(manifest.version) or store.read(manifest, *args))
+        rank.weights._copy._follower._store = SimpleNamespace(chain=store.chain, read=lambda manifest, *args: read.append(manifest.version) or store.read(manifest, *args))
         for _ in range(3):
             assert not await rank.weights.follow()
         assert read == [1, 2] and read_ack(s.run, 0).refused == 2

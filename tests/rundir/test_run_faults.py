@@ -177,7 +177,7 @@ def test_a_clock_wrong_by_a_day_changes_no_version_no_epoch_and_no_acknowledgeme
     monkeypatch.setattr(time, "time", real)
     store.publish(2, 1, state(1), 1)
     assert (run.new_attempt(), run.new_epoch("trainer"), store.versions(), store.newest()) == (2, 2, [1, 2], 2)
-    assert Follower(store).advance(2)[0].version == 2
+    assert Follower(store).advance(2).version == 2
     write_ack(run, Ack(0, 1, 0, 2, "d"))
     assert read_acks(run, 1)[0].version == 2
 
