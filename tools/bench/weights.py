@@ -21,6 +21,11 @@ reading old and new weights once, at the rate of a copy; for a keyframe, the new
 Then the transports over a wire: 4 tensor-parallel trainer ranks and 4 rollout ranks (2 and 2 with --quick), all on this machine, point to point over MPI on loopback
 TCP, against gathering on the leader and broadcasting from there over gloo. Point to point is verified end to end, broadcast is not. No target: which is faster depends on
 how many machines share the work, and here all ranks share one.
+
+Then host memory (weights_memory.py). Of a publisher, beside the model's tensors, while it publishes keyframe, three deltas and keyframe: the limit is one
+snapshot and two buckets of 64 MiB, in which a trainer gathers. Blocks that are freed go back to the system at once; what glibc's malloc keeps of them by default
+stands beside it. Of four ranks of a node (two with --quick) that follow these versions together, and what they read from the shared file system: with one pull
+for the node, against one for each rank (baseline). The limits are the bytes of all files, and of one keyframe.
 """
 
 import argparse
@@ -46,10 +51,12 @@ import zstandard
 from miles.config import load_config
 from miles.rundir import RunDir
 from miles.weights.digest import BLOCK_BYTES, blocks, digest, thread_count, threads
+from miles.weights.mapping.transfer import BUCKET_BYTES
 from miles.weights.patch import Patch, encode_patch, write_patch
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore
 from tools.bench.table import figure, tell
+from tools.bench.weights_memory import VERSIONS
 
 ELEMENTS, QUICK_ELEMENTS = 64 << 20, 8 << 20
 LEARNING_RATE, STEPS = 1e-6, 20
@@ -58,6 +65,7 @@ AT_ONE_PERCENT = {"bytes": 0.6, "over_bound": 1.35, "encode": 3.0, "apply": 4.0}
 MOST_WAIT = {"delta": 1.0, "keyframe": 0.5}  # of publishing before the next step
 MOST_STEP = 1.0  # of one with publishing before it: beside it, publishing takes no more of the step than was won
 MOST_BYTES = 1.05  # of the baseline's, of any input
+ONE_PULL = 1.05  # most that all ranks of a node read and hold, of what one does
 
 
 class Xor:
@@ -266,6 +274,53 @@ def publishing(folder: Path, elements: int, rounds: int, copy_rate: float) -> li
     return out
 
 
+def host_memory(folder: Path, ranks: int, elements: int) -> list[dict]:
+    """Figures of what weights_memory.py measures."""
+    project = Path(__file__).resolve().parents[2]
+    run = RunDir.create(load_config(project / "configs/tiny_async.toml", (
+        f"run.root={folder}", "run.name=memory", f"weights.keyframe_every={VERSIONS - 1}", f"cluster.site={project / 'configs/sites/dev.toml'}")))
+    run.new_epoch("rollout")
+    program = [sys.executable, str(Path(__file__).with_name("weights_memory.py"))]
+    publisher, given_back = [*program, "publisher", str(run.path), str(elements), str(BUCKET_BYTES)], {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    found, kept = (json.loads(subprocess.run(publisher, env={**os.environ, **env}, check=True, capture_output=True, text=True).stdout)
+                   for env in (given_back, {}))
+    limit, store = found["snapshot"] + 2 * BUCKET_BYTES, WeightStore(run)
+    sizes = [store.manifest(v).file_size for v in store.versions()]
+    shared, own = follow(program, run, [folder / "all"] * ranks), follow(program, run, [folder / f"own-{i}" for i in range(ranks)])
+    return [
+        figure("publisher's peak memory, of a snapshot and 2 buckets", "x", found["extra"] / limit, None, 1.0, most=1.0, peak_mb=found["extra"] / 1e6,
+               as_glibc_keeps_mb=kept["extra"] / 1e6, snapshot_mb=found["snapshot"] / 1e6, bucket_mb=BUCKET_BYTES / 1e6),
+        figure(f"{ranks} ranks of a node: read from the file system", "MB", shared["read"] / 1e6, own["read"] / 1e6, sum(sizes) / 1e6, most=ONE_PULL / ranks,
+               of_ratio=True),
+        figure(f"{ranks} ranks of a node: host copies", "MB", shared["held"] / 1e6, own["held"] / 1e6, max(sizes) / 1e6, most=ONE_PULL / ranks, of_ratio=True,
+               seconds=shared["seconds"], baseline_seconds=own["seconds"]),
+    ]
+
+
+def follow(program: list[str], run: RunDir, folders: list[Path]) -> dict:
+    """Bytes that ranks, one for each folder, read in all and hold at most after a version, and the seconds that they take over all versions. Those with one
+    folder share."""
+    for folder in folders:
+        folder.mkdir(exist_ok=True)
+    ranks = [subprocess.Popen([*program, "rank", str(run.path), str(f)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for f in folders]
+    out = {"read": 0, "held": 0, "seconds": 0.0}
+    try:
+        for version in (0, *WeightStore(run).versions()):  # nothing leads to 0: they have started
+            start = time.perf_counter()
+            for rank in ranks:
+                print(version, file=rank.stdin, flush=True)
+            found = [json.loads(rank.stdout.readline()) for rank in ranks]
+            if version:
+                out["seconds"] += time.perf_counter() - start
+                out["read"] += sum(f["read"] for f in found)
+                out["held"] = max(out["held"], sum(f["shared"] for f in found))
+    finally:
+        for rank in ranks:
+            rank.stdin.close()
+            rank.wait(timeout=60)
+    return out
+
+
 def over_wire(folder: Path, ranks: int, elements: int, repeats: int, copy_rate: float) -> list[dict]:
     """Figures of what weights_ranks.py measures."""
     project = Path(__file__).resolve().parents[2]
@@ -303,6 +358,7 @@ def main() -> int:
         figures += compare(f"Adam, lr {LEARNING_RATE:g}, step {STEPS}", *trained(elements), Path(folder), 3, copy, {})
         figures += publishing(Path(folder), elements if args.quick else PUBLISHED_ELEMENTS, 3, copy[0])
         figures += over_wire(Path(folder), 2 if args.quick else 4, elements, 2 if args.quick else 3, copy[0])
+        figures += host_memory(Path(folder), 2 if args.quick else 4, 8 * elements if args.quick else 4 * elements)  # 2 buckets, 8 buckets
     return tell("weights", figures, args.json, elements=elements, threads=thread_count(), block_bytes=BLOCK_BYTES, copy_bytes_per_s=copy[0])
 
 
