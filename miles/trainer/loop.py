@@ -190,6 +190,7 @@ class Trainer:
         """Leader: when the newest version is there (`wait`: wait for it), log the step that made it. Raises what kept it from that."""
         if self.publication is None or not (wait or self.publication.done()):
             return
+        self.publisher.settle()
         published, row = self.publication.result(), self.unlogged
         if row is not None:
             self.unlogged = None

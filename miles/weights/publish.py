@@ -41,6 +41,7 @@ from miles.weights.patch import State, Tensors
 from miles.weights.store import FILES, Manifest, WeightStore
 
 POLL_S = 0.02
+WAIT_S = 1.0
 REPAIRS = 3
 """Keyframes in a row that are published for a rank that refuses each: what is wrong is then on its side, and every version makes the groups in the buffer older."""
 WAITING_BYTES = 4 * BLOCK_BYTES
@@ -117,6 +118,7 @@ class Publisher:
         """Wait until the version that was begun is there. Raises, once, what kept it from that: its number is used up then, and the next is a keyframe."""
         writing, self._writing = self._writing, None
         if writing is not None:
+            _await(writing)
             writing.result()
 
     def fillable(self) -> int | None:
@@ -196,7 +198,7 @@ class Publisher:
                 handoff.feed(_then(self._store.encode_delta(base, tensors, self._state), gathered))
             except BaseException:
                 self._state = None  # half of the new one
-                wait([writing])
+                _await(writing)
                 raise
         else:
             if tensors is not None:
@@ -208,7 +210,7 @@ class Publisher:
         self._since_keyframe = self._since_keyframe + 1 if delta else 0
         self.version, self._step, self._writing = version, step, writing
         if not self._beside:
-            wait([writing])
+            _await(writing)
         return writing
 
     def _write(self, start: float, note: str, publish: Callable[[], Manifest]) -> Published:
@@ -289,6 +291,12 @@ class Publisher:
         if self._group is not None:
             self._group.close()
         self._group, self._members = None, ()
+
+
+def _await(writing: Future) -> None:
+    """Bit by bit: in between the main thread shows that it lives (miles.comm.pulse)."""
+    while not wait([writing], timeout=WAIT_S).done:
+        pass
 
 
 def _known(published: Published) -> Future[Published]:
