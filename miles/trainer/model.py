@@ -25,6 +25,7 @@ from miles.trainer.mtp import DraftingModel
 from miles.trainer.streamed import stream
 from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture, shards_of
 from miles.weights.mapping.tables import padded_vocab
+from miles.weights.mapping.transfer import FLOAT32
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -69,6 +70,9 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
         model = model.to(platform.device)
     if config.bf16:
         model = Float16Module(config, model)
+        for name, buffer in model.named_buffers():
+            if name.endswith(FLOAT32):  # megatron-core widens it again in the first forward pass, when what is loaded now would have been rounded
+                buffer.data = buffer.data.float()
     for name, parameter in model.named_parameters():
         if ".indexer." in name:  # which keys are picked has no gradient: the index stays as it was loaded, and has neither gradients nor optimizer state
             parameter.requires_grad_(False)

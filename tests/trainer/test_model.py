@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from miles.config.schema import LayoutConfig
 from miles.core import ConfigError, Layout, StructureError
 from miles.trainer.logprob import token_logprobs
-from miles.trainer.model import transformer_config
-from miles.weights.mapping import read_architecture
+from miles.trainer.model import build_model, transformer_config
+from miles.weights.mapping import export_hf, read_architecture
 
 ROUTES = (2, 2, 8)  # MoE layers, K, experts of the tiny Qwen3-MoE
 
@@ -45,6 +45,15 @@ def test_logprobs_equal_hugging_face_in_packed_batches(world, models, family):
     batch = worlds.sequences(6, 3)
     ours = worlds.logprobs_of(worlds.build(models[family], {}), batch)
     assert largest_difference(ours, hf_logprobs(hugging_face(models[family]), batch)) <= 1e-5
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_the_selection_bias_of_a_router_is_that_of_the_folder_in_bf16_too(world, models, family):
+    model = build_model(models[family], Layout(world=1), precision="bf16")
+    exported, source = dict(export_hf(model.chunks, model.arch)), load_file(f"{models[family]}/model.safetensors")
+    biases = [name for name in source if name.endswith("e_score_correction_bias")]
+    assert biases and all(torch.equal(exported[name], source[name]) for name in biases)
+    assert all(exported[name].dtype == torch.bfloat16 for name in source.keys() - biases)
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "glm_moe_dsa"])

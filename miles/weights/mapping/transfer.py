@@ -22,6 +22,8 @@ from miles.weights.mapping.placement import Key, Place, holders
 from miles.weights.mapping.tables import VALUE_HEAD, Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
 
 BUCKET_BYTES = 64 * 2**20
+FLOAT32 = "router.expert_bias"
+"""Ends the megatron-core name of the one weight that is float32 whatever the trainer's precision is."""
 
 
 class SafetensorsFolder:
@@ -183,7 +185,7 @@ class Placement:
     def dtypes(self, keys: list[Key]) -> list[torch.dtype]:
         """dtype of each parameter; all ranks use one dtype for weights, and float32 for the selection bias of the router."""
         weight = self.local[next(k for k in self.local if k[0].endswith("input_layernorm.weight"))].dtype
-        return [torch.float32 if key[0].endswith("router.expert_bias") else weight for key in keys]
+        return [torch.float32 if key[0].endswith(FLOAT32) else weight for key in keys]
 
     def owners(self, rule, layer: int | None, expert: int | None) -> list[int]:
         """Ranks of the first replica that hold the parameter, in the order of its shards (one rank where it is not sharded)."""
@@ -226,4 +228,4 @@ def local_weights(model: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
 def _named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, and the one buffer that is a weight."""
     yield from module.named_parameters()
-    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith("router.expert_bias"))
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name.endswith(FLOAT32))
