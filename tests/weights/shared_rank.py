@@ -1,4 +1,4 @@
-"""A rank of a node, in a process of its own, that does what it is told through a pipe and says what it found. For test_shared.py."""
+"""A rank of a node, in a process of its own, that does what it is told through a pipe and says what it found. For test_shared_weights.py."""
 
 import itertools
 import os
