@@ -102,6 +102,7 @@ def step_floor(config: MilesConfig, site: SiteConfig, tokens: int | None = None,
 def _compute(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tuple[range, ...], trajectories: int, tokens: int) -> tuple[Term, Term]:
     lay, ranks = config.trainer.layout, config.cluster.trainer.ranks
     passes = PASSES[config.trainer.recompute] + (1 if config.algorithm.kl_coefficient else 0)  # the reference scores every token
+    passes -= 1 if config.trainer.lora else 0  # gradients of weights that have no adapters are not made; those of the others are left out with them, from below
     critic = PASSES[config.trainer.recompute] if config.algorithm.critic else 0  # without a head
     work = []
     for s, layers in enumerate(stages):
@@ -167,6 +168,9 @@ def _paused(config: MilesConfig, site: SiteConfig, shape: ModelShape, stages: tu
 
 def _weights(config: MilesConfig, site: SiteConfig, shape: ModelShape, density: float) -> Term:
     whole = engine_model_gb(config, shape)
+    if lora := config.trainer.lora:
+        count = lora.rank * sum(sum(x.sides[t]) * (x.experts if t == "experts" else 1) for x in shape.layers for t in lora.targets)
+        return Term("weight update", count * (4 if config.model.trainer_precision == "fp32" else 2) / 1e9, "GB", site.shared_gb_s, "site.shared_gb_s", "all adapters")
     if config.weights.transport == "disk":
         # Which elements changed, and one bit for the direction of each: the entropy bound of a patch of changes by one ulp.
         bits = (-(density * math.log2(density) + (1 - density) * math.log2(1 - density)) if density < 1 else 0.0) + density

@@ -240,9 +240,10 @@ def layout_problems(config: MilesConfig, shape: ModelShape, stages: tuple[range,
 
 # -- trainer -----------------------------------------------------------------------------------------------------------------
 def trained_shapes(config: MilesConfig, shape: ModelShape) -> list[ModelShape]:
-    """The policy, with its draft layer where that is trained, and with `advantage = "gae"` the critic, whose output layer is one row on every tensor-parallel rank."""
+    """The policy, with its draft layer where that is trained and its adapters, and with `advantage = "gae"` the critic, whose output layer is one row on every
+    tensor-parallel rank."""
     alone = replace(shape, draft=())
-    return [shape if config.trainer.mtp else alone, *([replace(alone, head=shape.hidden * config.trainer.layout.tp)] if config.algorithm.critic else [])]
+    return [shape if config.trainer.mtp else replace(alone, lora=config.trainer.lora), *([replace(alone, head=shape.hidden * config.trainer.layout.tp)] if config.algorithm.critic else [])]
 
 
 def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
@@ -257,11 +258,29 @@ def rank_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: 
         part += shape.draft
         dense += sum((x.attention + x.mlp) / lay.tp + x.replicated - 2 * shape.hidden**2 * (1 - 1 / lay.tp) for x in shape.draft)  # its projection is split too
         dense += shape.embedding / lay.tp if shape.draft and lay.pp > 1 else 0  # a copy: the draft layer embeds tokens
-    return dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp)
+    of_dense, of_experts = adapter_parameters(config, shape, layers)
+    return dense + of_dense, sum(x.experts * x.expert for x in part) / (lay.ep * lay.etp) + of_experts
+
+
+def adapter_parameters(config: MilesConfig, shape: ModelShape, layers: range) -> tuple[float, float]:
+    """Those of the adapters of some layers on one rank: (dense, routed experts)."""
+    if shape.lora is None:
+        return 0.0, 0.0
+    lay, dense, experts = config.trainer.layout, 0.0, 0.0
+    for x in (shape.layers[i] for i in layers):
+        for target in shape.lora.targets:
+            split, whole = x.sides[target]
+            if target == "experts":
+                experts += shape.lora.rank * x.experts * (split / lay.etp + whole) / lay.ep
+            else:
+                dense += shape.lora.rank * (split / lay.tp + whole)
+    return dense, experts
 
 
 def trained_parameters(config: MilesConfig, shape: ModelShape, stage: int, layers: range) -> tuple[float, float]:
     """Those of `rank_parameters` that have gradients and optimizer state."""
+    if shape.lora is not None:
+        return adapter_parameters(config, shape, layers)
     dense, experts = rank_parameters(config, shape, stage, layers)
     drafts = shape.draft if stage == config.trainer.layout.pp - 1 else ()
     return dense - sum(x.frozen for x in (*(shape.layers[i] for i in layers), *drafts)), experts
@@ -299,6 +318,8 @@ def _host(config: MilesConfig, stages: tuple[StagePlan, ...], paused: float) -> 
         held["trainer state while engines generate"] = paused
     if config.algorithm.kl_coefficient:
         held["reference weights"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
+    if config.trainer.lora:
+        held["frozen weights under adapters"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
     per_node = {name: gb * trainer.ranks_per_node for name, gb in held.items()}
     notes = [f"host memory: each trainer node holds {gb:.0f} GB of {name}" for name, gb in per_node.items()]
     total = sum(per_node.values())

@@ -57,6 +57,8 @@ def problems(c: MilesConfig) -> list[str]:
         refuse(f"weights.transport = 'p2p' with model.rollout_precision = {m.rollout_precision!r}: weights are quantized where they are whole, and shards are not",
                "'broadcast' or 'disk'", "set weights.transport, or a rollout precision that quantizes nothing")
 
+    if c.trainer.lora:
+        _adapters(c, refuse)
     if c.rollout.top_p != 1.0:
         refuse(f"rollout.top_p = {c.rollout.top_p}: the engine would sample from a cut distribution that the trainer does not see", "1.0", "set rollout.top_p = 1.0")
     if c.rollout.in_flight < c.rollout.group_size:
@@ -140,6 +142,17 @@ def _shared(c: MilesConfig, refuse) -> None:
     if c.engine.speculative and c.engine.release == "all" and c.trainer.mtp is None:
         refuse("engine.speculative with cluster.placement = 'shared' and engine.release = 'all': the draft layers are not trained, so nobody gives them back to the engine",
                "engine.release = 'kv_cache' or [trainer.mtp]", "set one of them, or remove engine.speculative")
+
+
+def _adapters(c: MilesConfig, refuse) -> None:
+    if c.weights.transport != "disk":
+        refuse(f"weights.transport = {c.weights.transport!r} with [trainer.lora]: adapters are merged where the frozen weights are, in rollout ranks, and the others write whole weights "
+               "into engines", "'disk'", "set weights.transport = 'disk'")
+    if FORMATS[c.model.rollout_precision].block is not None:
+        refuse(f"model.rollout_precision = {c.model.rollout_precision!r} with [trainer.lora]: what is quantized is the merged weight, and adapters are merged in rollout ranks, which do not quantize",
+               "a rollout precision that quantizes nothing", "set model.rollout_precision, or remove [trainer.lora]")
+    if c.trainer.mtp:
+        refuse("[trainer.mtp] with [trainer.lora]: the draft layer is trained whole, and with adapters no weight is", "one of them", "remove one of the sections")
 
 
 def _harness(h: HarnessConfig, refuse) -> None:

@@ -166,6 +166,15 @@ class MtpConfig(Section):
     lr: float = Field(gt=0, description="Learning rate of the draft layer; warm-up and everything else as in [trainer.optimizer], with a gradient norm and its limit of its own.")
 
 
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): the weights of `model.path` stay as they are, and of each matrix W [out, in] of the kinds below two factors, B [out, rank] and A [rank, in], are
+    trained: used is W + (alpha / rank) B A. Gradients, optimizer state, checkpoints and what is published are of the factors alone. Absent = all weights are trained."""
+
+    rank: int = Field(ge=1, description="Rank of the factors.")
+    alpha: float = Field(gt=0, description="Scale of their product, times the rank. A value as large as `rank` is a scale of 1.")
+    targets: tuple[Literal["attention", "mlp", "experts"], ...] = Field(("attention", "mlp", "experts"), min_length=1, description="Matrices that have them: `attention` = all projections of attention; `mlp` = those of dense and of shared feed-forward layers; `experts` = those of each routed expert. Embedding, output layer, routers and norms have none.")
+
+
 class TrainerConfig(Section):
     """The training step."""
 
@@ -177,6 +186,7 @@ class TrainerConfig(Section):
     paused_state: Literal["host", "disk"] = Field("host", description="Where weights and optimizer state wait while engines have the GPUs (`cluster.placement = \"shared\"`): `host` = in page-locked host memory; `disk` = in a file in `optimizer.state_dir`, which takes two buffers of 64 MiB of host memory a rank and the time of writing and reading it in every step (docs/optimizer.md).")
     optimizer: OptimizerConfig = Field(description="Optimizer.")
     mtp: MtpConfig | None = Field(None, description="The draft layer's training.")
+    lora: LoraConfig | None = Field(None, description="Adapters in place of all weights.")
 
     @property
     def on_disk(self) -> bool:

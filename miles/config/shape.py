@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles.config.schema import MilesConfig
+from miles.config.schema import LoraConfig, MilesConfig
 from miles.core import ConfigError
 
 FAMILIES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_k2", "glm_moe_dsa")
@@ -30,6 +30,7 @@ class LayerShape:
     expert: int  # parameters of one routed expert
     indexes: bool  # computes a sparse-attention index (True in every layer of a model without shared indexes)
     frozen: int  # of `replicated`, what is held and not trained: the indexer
+    sides: dict[str, tuple[int, int]]  # of the matrices of each kind of trainer.lora.targets (`experts`: of one expert), the sides that are split, and that are not: an adapter of rank r has r parameters for each
 
     @property
     def total(self) -> int:
@@ -63,6 +64,7 @@ class ModelShape:
     index_width: int  # of its queries, all heads
     index_topk: int  # keys that it picks for a token
     score_width: int  # elements of query and value of one token and layer, all heads: multiplications of attention for each key that it sees
+    lora: LoraConfig | None = None  # adapters, which are then all that is trained
 
     @property
     def total(self) -> int:
@@ -123,13 +125,14 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
     expert = 3 * h * expert_ffn
 
     if latent:
-        split, repeated, width = _latent_attention(hf, h, heads)
+        split, repeated, width, sides = _latent_attention(hf, h, heads)
     else:
         q, kv = heads * head_dim, kv_heads * head_dim
         bias = q + 2 * kv if hf.get("attention_bias") else 0
         split, width = 2 * h * q + 2 * h * kv + bias, 2 * q + 2 * kv
         has_qk_norm = family.startswith("qwen3") or hf.get("use_qk_norm")
         repeated = 2 * head_dim if has_qk_norm else 0
+        sides = q + 2 * kv + q, 2 * h  # of the matrix of queries, keys and values, and of the output projection
 
     sparse = bool(hf.get("index_topk"))
     indexes = index_layers(hf) if sparse else (True,) * n
@@ -141,7 +144,8 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
     def layer(is_moe: bool, has_index: bool, extra: int = 0) -> LayerShape:
         router = experts * h + (experts if family not in ("qwen3_moe",) else 0) if is_moe else 0  # weight, and the score-correction bias
         frozen = indexer if has_index else 0
-        mlp = 3 * h * expert_ffn * (hf.get("n_shared_experts") or 0) if is_moe else 3 * h * ffn
+        mlp_ffn = expert_ffn * (hf.get("n_shared_experts") or 0) if is_moe else ffn
+        mlp = 3 * h * mlp_ffn
         return LayerShape(
             split,
             mlp,
@@ -150,6 +154,7 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
             expert if is_moe else 0,
             has_index,
             frozen,
+            {"attention": sides, "mlp": (3 * mlp_ffn, 2 * h if mlp_ffn else 0), "experts": (3 * expert_ffn, 2 * h) if is_moe else (0, 0)},  # gate and up are one matrix
         )
 
     moe = _moe_layers(hf, experts, n)
@@ -181,12 +186,13 @@ def _count(family: str, hf: dict[str, Any]) -> ModelShape:
     )
 
 
-def _latent_attention(hf: dict[str, Any], h: int, heads: int) -> tuple[int, int, int]:
-    """MLA: (split, repeated, width). The up and output projections are split by heads, the down projections and their norms repeated."""
+def _latent_attention(hf: dict[str, Any], h: int, heads: int) -> tuple[int, int, int, tuple[int, int]]:
+    """MLA: (split, repeated, width, sides). The up and output projections are split by heads, the down projections and their norms repeated."""
     nope, rope, v, kv_rank, q_rank = (hf[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank"))
     up = q_rank * heads * (nope + rope) + kv_rank * heads * (nope + v) + heads * v * h
     down = h * q_rank + q_rank + h * (kv_rank + rope) + kv_rank
-    return up, down, heads * (2 * (nope + rope) + 2 * v)
+    sides = heads * (nope + rope) + heads * (nope + v) + heads * v, q_rank + kv_rank + h + h + q_rank + h + kv_rank + rope
+    return up, down, heads * (2 * (nope + rope) + 2 * v), sides
 
 
 def _moe_layers(hf: dict[str, Any], experts: int, n: int) -> tuple[bool, ...]:

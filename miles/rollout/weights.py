@@ -5,7 +5,7 @@
              ->  resume, acknowledge  ->  otherwise the engine is poisoned, and stays paused until it is restarted
 
 The ranks of a node share what is read, and the copy (miles.weights.shared). It lies in the file that the engine loads (miles.engine.handover), so that
-nothing is copied while it stands still.
+nothing is copied while it stands still. With trainer.lora they share the adapters, and each makes its copy of them and the model folder (miles.weights.merged).
 
 A poisoned engine serves nobody: the caller restarts it and it starts again from a keyframe.
 
@@ -31,7 +31,8 @@ from miles.engine.handover import HANDOVER, Handover
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack
-from miles.weights.node import NodeFolder
+from miles.weights.merged import MergedModel
+from miles.weights.node import Memory, NodeFolder
 from miles.weights.patch import State
 from miles.weights.shared import NodeCopy, NodePatches
 from miles.weights.store import Manifest, WeightStore
@@ -47,7 +48,7 @@ def in_place(chain: list[Manifest] | None) -> list[Manifest]:
     """The patches of a chain if an engine can apply them to its own memory: that is the bytes of each version, in its dtype. Otherwise none."""
     def fits(m: Manifest) -> bool:
         how = m.extra["checksum_of"]
-        return m.encoding == "delta" and how is not None and all(t["dtype"] == how["dtype"] for t in m.tensors.values())
+        return m.encoding == "delta" and how is not None and "adapters" not in m.extra and all(t["dtype"] == how["dtype"] for t in m.tensors.values())
 
     return chain if chain and all(map(fits, chain)) else []
 
@@ -73,6 +74,7 @@ class EngineWeights:
         self.store = WeightStore(run)
         self._handover, self._node = Handover(), NodeFolder(HANDOVER, run)
         self._copy, self._patches = NodeCopy(self.store, self._node.shared("copy")), NodePatches(self.store, self._node.shared("patches"))
+        self._merged = MergedModel(run.config.model.path) if run.config.trainer.lora else None
         self._served: Manifest | None = None
         self._group = ""  # the broadcast group that the engine is in
         self._parts = RELEASED[run.config.engine.release]
@@ -142,7 +144,8 @@ class EngineWeights:
     def _check(self, manifest: Manifest) -> None:
         """Before the engine hears of a version. Raises StructureError for one that the engine would take in part, or die of: SGLang reports success for a
         tensor that it does not know, and keeps what it has of one that is missing."""
-        self._client.check_tensors({n: (tuple(t["shape"]), t["dtype"]) for n, t in manifest.tensors.items()})
+        if self._merged is None:  # which fits the model because it is made from its folder
+            self._client.check_tensors({n: (tuple(t["shape"]), t["dtype"]) for n, t in manifest.tensors.items()})
         if self._served is not None and (missing := self._served.tensors.keys() - manifest.tensors.keys()):
             raise StructureError(f"v{manifest.version} lacks {len(missing)} tensors of v{self.version}, which is served: {sorted(missing)[:5]}",
                                  "every tensor in every version", "the version is skipped: check what the trainer exports", cause="weights:missing")
@@ -165,17 +168,21 @@ class EngineWeights:
             if manifest.version > newest:
                 return False  # another rank of this node has seen a newer one: so will the next look
             await self._apply_copy(manifest, start)
+        except StructureError as e:  # adapters of another model
+            self._refuse(newest, str(e))
+            return False
         finally:
             self._copy.release()
         return True
 
     async def _apply_copy(self, manifest: Manifest, start: float) -> None:
         """Have the engine load the host copy, which nobody changes meanwhile."""
-        expected = await self._expected(manifest, self._copy.state)
+        state, memory = await asyncio.to_thread(self._weights, manifest)
+        expected = await self._expected(manifest, state)
         pulled = time.monotonic()
         # A fresh engine has the model folder's weights, one that has released them has none.
         unchanged = self._served is not None and self._served.digest == manifest.digest and not (self._released is not None and "weights" in self._parts)
-        self._handover.show("model.safetensors", self._copy.memory.path)
+        self._handover.show("model.safetensors", memory.path)
         async def apply():
             await self._take()
             if unchanged:
@@ -183,6 +190,12 @@ class EngineWeights:
             else:
                 await self._client.update_from_folder(self._handover.folder, manifest.version, flush=self._flush)
         await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", expected, shared=not self._copy.pulled)
+
+    def _weights(self, manifest: Manifest) -> tuple[State, Memory]:
+        """What the engine is to hold of the version that the copy is at, and the memory in which the file of it lies."""
+        if self._merged is None:
+            return self._copy.state, self._copy.memory
+        return self._merged.make(manifest.extra["adapters"], self._copy.state), self._merged.memory
 
     async def _apply_patches(self, patches: list[Manifest], start: float) -> None:
         """Have the engine apply them to its own memory: where that is the version's bytes, it needs no host copy."""
@@ -216,6 +229,8 @@ class EngineWeights:
         """What was read is no longer what the engine goes on from (a broadcast went past it)."""
         self._forget_copy()
         self._patches.forget()
+        if self._merged is not None:
+            self._merged.forget()
 
     def _forget_copy(self) -> None:
         self._handover.hide("model.safetensors")

@@ -142,7 +142,8 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: C
         state = dist_checkpointing.load(wanted, str(folder))
     for name, m, o in _trained(model, optimizer, critic):
         found = state["critic"] if name == "critic" else state
-        m.chunks[0].module.load_state_dict({key.removeprefix(_prefix(name)): value for key, value in found["model"].items()})
+        weights = {key.removeprefix(_prefix(name)): value for key, value in found["model"].items()}
+        (m.chunks[0].module if m.adapters is None else m.adapters).load_state_dict(weights)
         for group in o.param_groups:
             group["step"] = found["optimizer_step"]
         if streamed:
@@ -150,6 +151,7 @@ def load_checkpoint(folder: str | Path, model: PolicyModel, optimizer, critic: C
         else:
             for i, part in enumerate(o.chained_optimizers):
                 part.load_parameter_state_from_fully_reshardable(found["optimizer"][i])
+        m.updated()
     if "rng" in state:
         torch.set_rng_state(state["rng"]["torch"])
         get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
@@ -169,7 +171,7 @@ def _state(model: PolicyModel, optimizer, critic: Critic | None, metadata: dict,
     """`own_files`: tensors of the optimizers are in files beside these (miles.trainer.streamed)."""
     states = {}
     for name, m, o in _trained(model, optimizer, critic):
-        weights = m.chunks[0].module.sharded_state_dict(prefix=_prefix(name), metadata=metadata)
+        weights = m.chunks[0].module.sharded_state_dict(prefix=_prefix(name), metadata=metadata) if m.adapters is None else m.adapters.sharded_state_dict()
         tensors = {} if own_files else {"optimizer": {i: part.sharded_param_state_fully_reshardable(weights, loading, metadata) for i, part in enumerate(o.chained_optimizers)}}
         # Of the groups of parameters the step counter alone: rates are those of the configuration, and which groups there are depends on the layout.
         states[name] = {"model": weights, **tensors, "optimizer_step": max(int(group.get("step") or 0) for group in o.param_groups)}

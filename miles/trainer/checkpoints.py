@@ -3,7 +3,7 @@
     begin  ->  (steps of training; `poll` after each)  ->  every rank has written  ->  metadata, COMMIT, rename  ->  older ones go
 
 COMMIT holds size and digest of every file. A checkpoint that does not match its COMMIT is set aside at a start as damaged_step_000040, and the one before
-it is taken: so its step gets a whole one when training comes by again.
+it is taken: so its step gets a whole one when training comes by again. With trainer.lora the folder is one that PEFT loads, too.
 """
 
 from __future__ import annotations
@@ -19,8 +19,12 @@ from miles.buffer import Frontier
 from miles.comm import World
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir, publish_dir, remove_tree, remove_unfinished
+from miles.rundir.publish import explain_os_errors
 from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
 from miles.trainer.critic import Critic
+from miles.weights.adapters import PEFT_FILES, write_peft
+from miles.weights.mapping import export_hf, hf_names
+from miles.weights.mapping.tables import parameters
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -100,6 +104,12 @@ class Checkpoints:
             remove_tree(tmp)
             tmp.mkdir()
             (tmp / "frontier.json").write_bytes(msgspec.json.encode(frontier))
+        if model.adapters is not None:
+            adapters = dict(export_hf(model.chunks, model.arch, adapters=True))
+            if self._world.leader:
+                how = model.arch.adapters
+                with explain_os_errors(self._path(step)):
+                    write_peft(tmp, (hf_names(*of) for of in parameters(model.arch)), adapters, base=self._run.config.model.path, rank=how.rank, alpha=how.alpha)
         dist.barrier()
         self._saving, self._step = begin_checkpoint(tmp, model, optimizer, critic), step
         self._copy_s = time.monotonic() - start
@@ -136,7 +146,7 @@ class Checkpoints:
             files |= msgspec.json.decode(mine, type=dict[str, tuple[int, str]])
         if self._world.leader:
             self._run.check_epoch(Role.TRAINER, self._epoch)
-            files["frontier.json"] = describe_file(saving.folder / "frontier.json")
+            files |= {p.name: describe_file(p) for p in (saving.folder / name for name in ("frontier.json", *PEFT_FILES)) if p.exists()}
             (saving.folder / "COMMIT").write_bytes(msgspec.json.encode(Commit(self._step, self._epoch, time.time(), files)))
             publish_dir(saving.folder, self._path(self._step))
         kept = self._agreed_steps()

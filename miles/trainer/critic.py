@@ -52,8 +52,8 @@ class Critic:
         A collective call. Raises ConfigError: the folder has another architecture."""
         folder = algorithm.critic.path or folder
         found = read_architecture(folder)
-        if found != replace(policy.arch, draft_layers=0):
-            raise ConfigError(f"the critic {folder} has the architecture {found}", f"that of model.path: {policy.arch}", "correct algorithm.critic.path")
+        if found != (wanted := replace(policy.arch, draft_layers=0, adapters=None)):
+            raise ConfigError(f"the critic {folder} has the architecture {found}", f"that of model.path: {wanted}", "correct algorithm.critic.path")
         model = build_model(folder, policy.layout, value_head=True, **options)
         optimizer = build_optimizer(model, trainer.optimizer.model_copy(update={"lr": algorithm.critic.lr}), state_dir)
         return cls(model, optimizer, algorithm, trainer.max_tokens_per_microbatch)

@@ -43,6 +43,7 @@ from miles.trainer.checkpoints import Checkpoints
 from miles.trainer.critic import Critic
 from miles.trainer.distributed import close_distributed, init_distributed
 from miles.trainer.feed import Batch, Feed
+from miles.trainer.lora import describe_base
 from miles.trainer.memory import DeviceMemory
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.nonfinite import NonFinite
@@ -80,7 +81,8 @@ class Trainer:
         self.checkpoints = Checkpoints(run, world, epoch)
         newest = self.checkpoints.newest()
         how = {"precision": c.model.trainer_precision, "recompute": c.trainer.recompute, "stages": lay, "max_context": c.model.max_context, "load": newest is None}
-        self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, mtp=c.trainer.mtp is not None, **how)
+        self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, mtp=c.trainer.mtp is not None, lora=c.trainer.lora, seed=c.run.seed, **how)
+        adapters = describe_base(self.model.chunks, self.model.arch) if self.model.adapters is not None else None
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir, c.trainer.mtp.lr if c.trainer.mtp else None)
         self.critic = None
         if c.algorithm.critic is not None:
@@ -106,7 +108,7 @@ class Trainer:
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
             self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0,
-                                       checksum_of=self._checksum_of())
+                                       checksum_of=self._checksum_of(), adapters=adapters)
         self.replicas = Replicas(self.model.chunks, self.model.arch)
         self.quantize = Export.of(c, self.model.arch.family)
         self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
@@ -178,7 +180,7 @@ class Trainer:
                     self.publication = self.publisher.publish_filled(self.step, found, time.monotonic() - start)
                 return
             note = found
-        tensors = export_hf(self.model.chunks, self.model.arch)
+        tensors = export_hf(self.model.chunks, self.model.arch, adapters=self.model.adapters is not None)
         if self.publisher is not None:
             self.publication = self.publisher.begin(self.step, self.quantize(tensors), gathered=self._give, note=note)
             return

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,12 +19,13 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 import miles.platform
-from miles.config.schema import LayoutConfig, OptimizerConfig
+from miles.config.schema import LayoutConfig, LoraConfig, OptimizerConfig
 from miles.core import ConfigError, Layout
 from miles.platform.layers import draft_spec, layer_spec, sparse_kernels
+from miles.trainer.lora import LowRankAdapters
 from miles.trainer.mtp import DraftingModel
 from miles.trainer.streamed import stream
-from miles.weights.mapping import Architecture, SparseIndex, load_hf, read_architecture, shards_of
+from miles.weights.mapping import Adapters, Architecture, SparseIndex, load_hf, read_architecture, shards_of
 from miles.weights.mapping.tables import padded_vocab
 from miles.weights.mapping.transfer import FLOAT32
 
@@ -39,20 +41,30 @@ class PolicyModel:
     arch: Architecture
     layout: Layout
     routing_replay: bool  # experts are those that were recorded; otherwise its routers choose, and are compared with these
+    adapters: LowRankAdapters | None = None  # which are all that is trained, where there are some
+
+    def updated(self) -> None:
+        """Its parameters have changed: bring what follows from them into line."""
+        if self.adapters is not None:
+            self.adapters.merge()
 
 
 def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", recompute: str = "none", routing_replay: bool = True,
-                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True, value_head: bool = False, mtp: bool = False) -> PolicyModel:
+                stages: LayoutConfig | None = None, max_context: int = 32768, load: bool = True, value_head: bool = False, mtp: bool = False,
+                lora: LoraConfig | None = None, seed: int = 1) -> PolicyModel:
     """The model of a Hugging Face folder on this rank, with its weights. Needs `init_distributed`; a collective call.
 
     `precision`: fp32 | bf16 (parameters and activations; gradients are always reduced in fp32). `stages`: first_stage_layers and
     last_stage_layers of an uneven pipeline. `load=False` leaves the parameters as they come (a checkpoint is loaded next). `value_head`: one number a token
     in place of the vocabulary, from weights of 0 that no folder has. `mtp`: with the draft layer, which is to be trained (miles.trainer.mtp).
+    `lora`: adapters are trained in place of the weights, which are then those of the folder even if a checkpoint is loaded next; new ones follow from `seed`.
     A model with a value head knows no recorded experts.
 
     Raises ConfigError: an unsupported architecture or precision, or a layout that does not fit it.
     """
     arch = read_architecture(folder, draft=mtp)
+    if lora is not None:
+        arch = replace(arch, adapters=Adapters(lora.rank, lora.alpha, lora.targets))
     config = transformer_config(arch, layout, precision, recompute, not value_head, stages)
     layers = layer_spec(config)
     model = DraftingModel(
@@ -65,7 +77,7 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     if value_head and model.post_process:
         model.output_layer = torch.nn.Linear(arch.hidden, 1, bias=False, dtype=config.params_dtype)
         torch.nn.init.zeros_(model.output_layer.weight)
-    platform = miles.platform.current()
+    stage, platform = model, miles.platform.current()
     if platform.name == "cuda":
         model = model.to(platform.device)
     if config.bf16:
@@ -76,13 +88,17 @@ def build_model(folder: str | Path, layout: Layout, *, precision: str = "fp32", 
     for name, parameter in model.named_parameters():
         if ".indexer." in name:  # which keys are picked has no gradient: the index stays as it was loaded, and has neither gradients nor optimizer state
             parameter.requires_grad_(False)
-    if load:
+    if load or lora is not None:
         load_hf([model], folder, arch)
+    adapters = LowRankAdapters(model, arch, seed) if lora is not None else None
+    if adapters is not None and config.recompute_granularity and stage.pre_process:
+        # a layer whose input wants no gradient is not computed again, and its adapters would get none
+        stage.embedding.register_forward_hook(lambda module, given, embedded: embedded.requires_grad_())
     ddp_config = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
     ddp = DistributedDataParallel(config, ddp_config, model)
-    config.finalize_model_grads_func = _sum_gradients
+    config.finalize_model_grads_func = partial(_sum_gradients, adapters)
     config.no_sync_func = ddp.no_sync
-    return PolicyModel([ddp], config, arch, layout, routing_replay and config.moe_enable_routing_replay)
+    return PolicyModel([ddp], config, arch, layout, routing_replay and config.moe_enable_routing_replay, adapters)
 
 
 def build_optimizer(model: PolicyModel, config: OptimizerConfig, state_dir: Path | None = None, mtp_lr: float | None = None):
@@ -215,6 +231,8 @@ def _check(arch: Architecture, layout: Layout, precision: str) -> None:
         raise ConfigError(f"trainer.layout.pp = {layout.pp} with {arch.layers} layers", f"pp <= {arch.layers}", "lower trainer.layout.pp")
 
 
-def _sum_gradients(chunks, num_tokens=None, **kwargs):
+def _sum_gradients(adapters, chunks, num_tokens=None, **kwargs):
     """megatron-core's gradient reduction without its division by the number of tokens: see `calculate_per_token_loss` above."""
     finalize_model_grads(chunks, None, **kwargs)
+    if adapters is not None:
+        adapters.sum_gradients()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,8 +25,8 @@ class ReferencePolicy:
     def __init__(self, model: PolicyModel, folder: str | Path):
         """Leaves `model` as it was. Raises ConfigError: the folder has another architecture."""
         found = read_architecture(folder, draft=bool(model.arch.draft_layers))
-        if found != model.arch:
-            raise ConfigError(f"the reference {folder} has the architecture {found}", f"that of model.path: {model.arch}", "correct algorithm.reference")
+        if found != (wanted := replace(model.arch, adapters=None)):
+            raise ConfigError(f"the reference {folder} has the architecture {found}", f"that of model.path: {wanted}", "correct algorithm.reference")
         self._live = list(local_weights(model.chunks))
         self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda).copy_(t) for t in self._live]
         load_hf(model.chunks, folder, model.arch)

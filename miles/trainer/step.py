@@ -182,7 +182,9 @@ class TrainStep:
             return 0.0, critic_grad_norm
         for group in self.optimizer.param_groups:
             group["lr"] = group["max_lr"] * warmth(self.trainer.optimizer, number)
-        return float(self.optimizer.step()[1]), critic_grad_norm
+        grad_norm = float(self.optimizer.step()[1])
+        self.model.updated()
+        return grad_norm, critic_grad_norm
 
     # -- passes --------------------------------------------------------------------------------------------------------------------
 

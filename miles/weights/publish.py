@@ -29,7 +29,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
-from miles.core import EnvironmentFault, Role
+from miles.core import ConfigError, EnvironmentFault, Role, StructureError
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks, serving
 from miles.weights.broadcast import BroadcastGroup
@@ -65,10 +65,12 @@ class Publisher:
     gathered (p2p) it holds none."""
 
     def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0,
-                 checksum_of: dict[str, Any] | None = None):
+                 checksum_of: dict[str, Any] | None = None, adapters: dict[str, Any] | None = None):
         """`after`: a version that was published for certain, whatever is left of the files. checksum_of: how an engine's checksum follows from the bytes of a
-        version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it."""
+        version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it. adapters: what those go with
+        that are published in place of weights (miles.weights.merged). Raises ConfigError: other weights than those that this run began with."""
         self._run, self._epoch, self._store, self._wake, self._checksum, self._checksum_of = run, epoch, store, wake, engine_checksum, checksum_of
+        self._adapters = {"adapters": adapters} if adapters else {}
         self._config = run.config.weights
         self._state: State | None = None
         self._step = 0
@@ -84,6 +86,18 @@ class Publisher:
         self._beside, self._thread = run.config.run.mode == "async", ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[Published] | None = None
         self.version = max(store.newest() or 0, after)  # the newest, there or on its way; numbers go on where any earlier epoch stopped
+        if adapters:
+            self._check_base(adapters)
+
+    def _check_base(self, adapters: dict[str, Any]) -> None:
+        """What is frozen comes from the model folder at every start: it must be what the adapters of a checkpoint were trained with."""
+        try:
+            before = self._store.manifest(self._store.newest() or 0).extra["adapters"]
+        except (FileNotFoundError, StructureError):
+            return  # the run's first version, or nothing to compare with
+        if before != adapters:
+            raise ConfigError(f"the weights of {self._run.config.model.path} have the digest {adapters['base']}", f"{before['base']}, that of the weights that this run began with",
+                              "restore the model folder; to train adapters of another model, start a new run")
 
     def begin(self, step: int, tensors: Tensors, gathered: Callable[[], None] = lambda: None, note: str = "") -> Future[Published]:
         """Publish these tensors (Hugging Face names, CPU, each the caller's to give away) as the next version. They may be a generator: beside the state
@@ -188,7 +202,7 @@ class Publisher:
         refusing = self._refusing(self._acks())
         delta = (tensors is not None and self._way == "disk" and self._on_files and self.holds and not refusing
                  and self._since_keyframe + 1 < self._config.keyframe_every)
-        version, base, extra = self.version + 1, self.version, {"checksum_of": self._checksum_of}
+        version, base, extra = self.version + 1, self.version, {"checksum_of": self._checksum_of, **self._adapters}
         self._on_files = False  # until it is there
         if delta:
             handoff = Handoff(WAITING_BYTES)

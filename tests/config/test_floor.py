@@ -4,7 +4,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from test_memory import INDEXER, SMALL, SPARSE, glm, small
+from test_memory import INDEXER, LORA, SMALL, SPARSE, glm, small
 
 from miles.cli.main import main
 from miles.config.floor import step_floor
@@ -53,6 +53,13 @@ def test_gradients_parameters_and_state_move_once_over_their_own_replicas():
     # one rank for each part: nothing is exchanged
     alone = seconds(small(*STEP))
     assert (alone["gradient reduction"], alone["parameter gathering"], alone["optimizer I/O"]) == (0, 0, 0)
+
+
+def test_adapters_travel_whole_and_alone_and_other_weights_have_no_gradient():
+    # sides of matrices: attention 48 in each layer, dense MLP 64, shared expert 34 and 4 experts of 34 in three layers; rank 3, bf16
+    found = seconds(small(*STEP, *LORA))
+    assert found["weight update"] == pytest.approx(2 * 3 * (4 * 48 + 64 + 3 * 5 * 34) / 1e3)
+    assert found["compute"] == pytest.approx(seconds(small(*STEP))["compute"] * 2 / 3)
 
 
 def test_weights_travel_whole_by_broadcast_and_at_their_entropy_by_disk():

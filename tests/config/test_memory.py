@@ -98,6 +98,35 @@ def test_a_draft_layer_that_is_trained_lies_on_the_last_stage_with_a_copy_of_the
     assert items(both.stages[1])["weights"] - items(judged.stages[1])["weights"] == 2 * draft  # the critic has none
 
 
+LORA = ("trainer.lora.rank=3", "trainer.lora.alpha=6")
+
+
+def test_gradients_and_optimizer_state_of_adapters_worked_by_hand():
+    plan = draft_plan(small(*LORA), SiteConfig(), SMALL)
+    # sides of matrices, those that tp 2 splits and those that it does not: attention 8 + 24, 8 + 8 (in + out); dense MLP 8 + 32, 16 + 8; shared expert 8 + 12, 6 + 8
+    attention, dense, shared = 3 * ((24 + 8) / 2 + 8 + 8), 3 * ((32 + 16) / 2 + 8 + 8), 3 * ((12 + 6) / 2 + 8 + 8)
+    experts = 3 * 4 * (8 + 12 + 6 + 8) / 2  # ep 2
+    adapters = [2 * attention + dense + shared + experts, 2 * (attention + shared + experts)]
+    assert adapters == [591, 750] and [s.parameters for s in plan.stages] == [1004 + 591, 1216 + 750]
+    for stage, count in zip(plan.stages, adapters, strict=True):
+        assert items(stage)["weights"] == 2 * stage.parameters and (items(stage)["gradients"], items(stage)["optimizer"]) == (4 * count, 12 * count)
+    assert any("of frozen weights under adapters" in note for note in plan.notes)
+    alone = draft_plan(small(*LORA, "trainer.lora.targets=['attention']"), SiteConfig(), SMALL)
+    assert [items(s)["gradients"] for s in alone.stages] == [4 * 2 * attention] * 2
+
+
+def test_a_critic_is_trained_whole_beside_adapters():
+    critic = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-5")
+    plain, beside = (draft_plan(small(*changes), SiteConfig(), SMALL).stages[0] for changes in (critic, (*critic, *LORA)))
+    assert items(plain)["gradients"] == 4 * 2 * 1004 and items(beside)["gradients"] == 4 * (1004 + 591)
+
+
+def test_the_adapters_of_latent_attention_worked_by_hand():
+    plan = draft_plan(small(*LORA, "trainer.layout.first_stage_layers=3", "trainer.lora.targets=['attention']"), SiteConfig(), SPARSE)
+    # in + out of the projections: down 8 + 3 and 8 + 6, up 3 + 8 and 4 + 12, of which tp 2 splits the heads' side; out 8 (split) + 8
+    assert [items(s)["gradients"] for s in plan.stages] == [4 * n * 3 * (11 + 14 + 3 + 4 + 8 + (8 + 12 + 8) / 2) for n in (3, 1)]
+
+
 @pytest.mark.parametrize("count", [0, 2])
 def test_training_a_draft_layer_that_the_model_does_not_have_is_refused(count):
     with pytest.raises(ConfigError, match=rf"\[trainer.mtp\], but the model has {count} draft layers"):

@@ -10,6 +10,7 @@ from miles.config.schema import SiteConfig
 from miles.core import ConfigError
 
 COLOCATED = "configs/tiny_colocated.toml"
+ADAPTERS = ("trainer.lora.rank=4", "trainer.lora.alpha=8")
 SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128,
          "intermediate_size": 4096, "vocab_size": 32000, "max_position_embeddings": 4096}
 
@@ -28,6 +29,11 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     ("configs/tiny_async.toml", ("buffer.capacity_groups=3",), "buffer.capacity_groups = 3 never holds a step of 4 groups; expected >= 4; raise buffer.capacity"),
     (COLOCATED, ("algorithm.reference=elsewhere",), "algorithm.reference = 'elsewhere' with algorithm.kl_coefficient = 0, which needs none.*set algorithm.kl_coefficient"),
+    *(("configs/tiny_async.toml", (*ADAPTERS, f"weights.transport={transport}"), f"weights.transport = '{transport}' with \\[trainer.lora\\].*expected 'disk'; set weights.transport")
+      for transport in ("broadcast", "p2p", "auto")),
+    ("configs/tiny_async.toml", (*ADAPTERS, "model.trainer_precision=bf16", "model.rollout_precision=fp8", "model.rollout_path=elsewhere"),
+     "model.rollout_precision = 'fp8' with \\[trainer.lora\\].*set model.rollout_precision, or remove"),
+    ("configs/tiny_async.toml", (*ADAPTERS, "trainer.mtp.lr=1e-5"), "\\[trainer.mtp\\] with \\[trainer.lora\\].*remove one of the sections"),
     (COLOCATED, ("buffer.capacity_groups=1",), "buffer.capacity_groups = 1 never holds a step of 2 groups; expected >= 2; raise buffer.capacity"),
 ])
 def test_what_cannot_work_is_refused_with_what_to_do(file, changes, message):

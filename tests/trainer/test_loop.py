@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import h5py
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -29,8 +30,11 @@ from miles.rundir import RunDir
 from miles.trainer.checkpoint import describe_file
 from miles.trainer.loop import Trainer
 from miles.weights.acks import Ack, write_ack
+from miles.weights.digest import digest
+from miles.weights.follow import Follower
+from miles.weights.merged import MergedModel
 from miles.weights.publish import Published
-from miles.weights.store import WeightStore
+from miles.weights.store import WeightStore, combined_digest
 
 MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 
@@ -120,9 +124,10 @@ def ranks_of(process):
 
 JUDGED = ("algorithm.advantage=gae", "algorithm.critic.lr=1e-3", "algorithm.critic.alone_steps=1", "algorithm.kl_coefficient=0.1")
 STREAMED = ("trainer.optimizer.state=stream", "trainer.optimizer.moments=bf16")
+ADAPTERS = ("trainer.lora.rank=4", "trainer.lora.alpha=8")
 
 
-@pytest.mark.parametrize("run", [(), (*JUDGED, *STREAMED)], indirect=True, ids=["policy", "policy, critic and reference, streamed"])
+@pytest.mark.parametrize("run", [(), (*JUDGED, *STREAMED), (*ADAPTERS, "trainer.layout.ep=2")], indirect=True, ids=["policy", "policy, critic and reference, streamed", "adapters"])
 def test_four_steps_with_a_killed_rank_train_every_group_once(run):
     producer, store = Producer(run), WeightStore(run)
     first = start(run)
@@ -209,6 +214,39 @@ def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
     with h5py.File(run.log_path(1, "trainer", 0, 1), "r", locking=False) as f:
         t = f["tables/steps"]
         assert (t["mtp_loss"] > 1).all() and (t["mtp_grad_norm"] > 0).all() and np.isfinite(t["mtp_agreement"]).all() and not t["skipped"].any()
+
+
+def test_adapters_alone_are_published_and_peft_can_load_them_from_a_checkpoint(tmp_path, model):
+    run = RunDir.create(config(tmp_path, model, "run.steps=2", "trainer.optimizer.lr=1e-2", *ADAPTERS))
+    run.new_attempt()
+    producer, store = Producer(run), WeightStore(run)
+    p = start(run)
+    try:
+        wait(lambda: store.newest() == 1, p, run)
+        producer.put(1, 4)
+        p.wait(90)
+    finally:
+        p.kill()
+    assert p.returncode == 0, (run.path / "trainer.log").read_text()[-3000:]
+    follower, source = Follower(store), load_file(model / "model.safetensors")
+    bases = {follower.advance(version)[0].extra["adapters"]["base"] for version in (1, 2, 3)}
+    assert bases == {combined_digest({n: digest(t) for n, t in source.items()})}
+    factors = follower.state
+    assert factors and all(n.endswith((".lora_A.weight", ".lora_B.weight")) for n in factors)
+    merged = MergedModel(model).make(store.manifest(3).extra["adapters"], factors)
+    assert {n for n, t in merged.items() if torch.equal(t, source[n])} == {n for n in source if "norm" in n or n.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))}
+
+    folder = run.checkpoints_dir / "step_000002"
+    described, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= json.loads((folder / "COMMIT").read_text())["files"].keys()
+    assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8.0, str(model))
+    adapted = [n for n, t in merged.items() if not torch.equal(t, source[n])]
+    assert sorted(described["target_modules"]) == sorted(n.removesuffix(".weight") for n in adapted) and len(tensors) == 2 * len(adapted)
+    for name in adapted:  # as PEFT computes it
+        a, b = (tensors[f"base_model.model.{name.removesuffix('weight')}lora_{x}.weight"] for x in "AB")
+        torch.testing.assert_close(source[name] + 2 * b @ a, merged[name])
+    with h5py.File(run.log_path(1, "trainer", 0, 1), "r", locking=False) as f:
+        assert (f["tables/steps/published_bytes"][()] < 1.1 * sum(t.nbytes for t in factors.values()) + 20_000).all()
 
 
 def test_a_trainer_of_an_older_epoch_ends_before_it_touches_anything(tmp_path, model):

@@ -11,18 +11,21 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
-from miles.config.schema import AlgorithmConfig, LayoutConfig, TrainerConfig
+from miles.config.schema import AlgorithmConfig, LayoutConfig, LoraConfig, TrainerConfig
 from miles.core import Layout, StructureError
 from miles.trainer.batching import Sequence
 from miles.trainer.checkpoint import begin_checkpoint, load_checkpoint
 from miles.trainer.critic import Critic
+from miles.trainer.lora import describe_base
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.nonfinite import NonFinite, read_sequences
 from miles.trainer.reference import ReferencePolicy
 from miles.trainer.step import TrainStep
-from miles.weights.digest import bits
+from miles.weights.digest import bits, digest
 from miles.weights.mapping import Replicas, export_hf, shards_of
+from miles.weights.merged import MergedModel
 
 
 def sequences(count: int, seed: int, *, vocab: int = 131, routes: tuple[int, int, int] | None = None, longest: int = 60) -> list[Sequence]:
@@ -65,14 +68,15 @@ def trainer_config(layout: Layout, **changes) -> TrainerConfig:
 
 
 def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = False, recompute: str = "none", temperature: float = 1.0,
-          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, mtp: float | None = None, **trainer) -> TrainStep:
+          algorithm: dict | None = None, optimizer: dict | None = None, state_dir: str = "", stages: dict | None = None, mtp: float | None = None,
+          lora: dict | None = None, **trainer) -> TrainStep:
     """`mtp`: learning rate of the draft layer. `state_dir`: stream the optimizer state, to a new folder in this one. `stages`: first_stage_layers, last_stage_layers
-    of an uneven pipeline. A reference policy and a critic where the algorithm wants them."""
+    of an uneven pipeline. `lora`: adapters. A reference policy and a critic where the algorithm wants them."""
     lay = Layout(world=dist.get_world_size(), **layout)
     streamed = {"state": "stream"} if state_dir else {}
     config = trainer_config(lay, optimizer={"lr": 1e-3, **streamed, **(optimizer or {})}, **trainer)
     how = {"precision": precision, "recompute": recompute, "stages": uneven(stages)}
-    model = build_model(folder, lay, routing_replay=replay, mtp=mtp is not None, **how)
+    model = build_model(folder, lay, routing_replay=replay, mtp=mtp is not None, lora=LoraConfig(**lora) if lora else None, **how)
     a = AlgorithmConfig(**(algorithm or {}))
     reference = ReferencePolicy(model, a.reference or folder) if a.kl_coefficient else None
     optimizer = build_optimizer(model, config.optimizer, folder_in(state_dir), mtp)
@@ -191,10 +195,11 @@ def roundtrip(folder: str, layout: dict, bucket_bytes: int, stages: dict | None 
 
 
 def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list | None, before: int = 2, precision: str = "fp32",
-                      state_dir: str = "", algorithm: dict | None = None, optimizer: dict | None = None, mtp: float | None = None) -> dict:
+                      state_dir: str = "", algorithm: dict | None = None, optimizer: dict | None = None, mtp: float | None = None, lora: dict | None = None) -> dict:
     """Some steps; save, and two more while it is written; then a fresh model from the checkpoint does the last two again."""
     kind = tuple(routes) if routes else None
-    step = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
+    how = {"replay": bool(routes), "precision": precision, "state_dir": state_dir, "algorithm": algorithm, "mtp": mtp, "optimizer": optimizer, "lora": lora}
+    step = build(folder, layout, **how)
     for i in range(before):
         step.run(sequences(4, i, routes=kind), number=i)
     if dist.get_rank() == 0:
@@ -209,7 +214,7 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
     dist.barrier()
     saving.finish()
     weights = {n: t for n, t in export_hf(step.model.chunks, step.model.arch)}
-    again = build(folder, layout, replay=bool(routes), precision=precision, state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
+    again = build(folder, layout, **how)
     load_checkpoint(checkpoint, again.model, again.optimizer, again.critic)
     redrawn = torch.rand(2).tolist()
     resumed = [vars(again.run(sequences(4, i, routes=kind), number=i)) for i in (2, 3)]
@@ -219,11 +224,27 @@ def checkpoint_resume(folder: str, checkpoint: str, layout: dict, routes: list |
 
 
 def resume_from(folder: str, checkpoint: str, layout: dict, routes: list | None, state_dir: str = "", algorithm: dict | None = None,
-                optimizer: dict | None = None, mtp: float | None = None) -> list[dict]:
+                optimizer: dict | None = None, mtp: float | None = None, lora: dict | None = None) -> list[dict]:
     """Steps 2 and 3 of `checkpoint_resume`, from its checkpoint, under another layout."""
-    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer)
+    step = build(folder, layout, replay=bool(routes), state_dir=state_dir, algorithm=algorithm, mtp=mtp, optimizer=optimizer, lora=lora)
     load_checkpoint(checkpoint, step.model, step.optimizer, step.critic)
     return [vars(step.run(sequences(4, i, routes=tuple(routes) if routes else None), number=i)) for i in (2, 3)]
+
+
+def adapters_and_what_they_make(folder: str, layout: dict, options: dict, steps: int) -> dict:
+    """Digests of new adapters; after some steps which weights of the model differ in a bit from what a reader makes of the folder and the exported adapters, and how many
+    have moved."""
+    step = build(folder, layout, **options)
+    arch, base = step.model.arch, describe_base(step.model.chunks, step.model.arch)
+    new = {n: digest(t) for n, t in export_hf(step.model.chunks, arch, adapters=True)}
+    for i in range(steps):
+        step.run(sequences(4, i), number=i)
+    weights, adapters = dict(export_hf(step.model.chunks, arch)), dict(export_hf(step.model.chunks, arch, adapters=True))
+    if dist.get_rank() > 0:
+        return {"exported": len(weights) + len(adapters)}
+    made, before = MergedModel(folder).make(base, adapters), load_file(Path(folder) / "model.safetensors")
+    return {"new": new, "different": [n for n in weights.keys() | made.keys() if not torch.equal(bits(weights[n]), bits(made[n]))],
+            "moved": sum(not torch.equal(t, before[n].to(t.dtype)) for n, t in made.items())}
 
 
 def routes_kept(folder: str, layout: dict, kept_in: str) -> list[bool]:

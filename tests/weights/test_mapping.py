@@ -1,6 +1,7 @@
 """Tables and slicing between Hugging Face tensors and megatron-core shards. Pure; moving them between ranks is tested in tests/trainer."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles.core import ConfigError, StructureError
-from miles.weights.mapping.architecture import LatentAttention, SparseIndex, Yarn, architecture_of, read_architecture
+from miles.weights.mapping.architecture import Adapters, LatentAttention, SparseIndex, Yarn, architecture_of, read_architecture
 from miles.weights.mapping.tables import EMBEDDING, find_rule, hf_names, join, padded_vocab, parameters, rules_for, shard_slices, split
 
 QWEN = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "hidden_size": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
@@ -207,3 +208,48 @@ def test_parameters_cover_the_model_once_in_layer_order():
     assert len(names) == len(set(names)) == 3 + 2 * (6 + 2 + 1 + 3 * 4)
     assert names[0] == "model.embed_tokens.weight"
     assert names[-1] == "lm_head.weight"
+
+
+ADAPTERS = Adapters(3, 6.0, ("attention", "mlp", "experts"))
+
+
+def test_the_factors_of_an_adapted_weight_have_its_parts_and_are_cut_as_it_is():
+    arch = replace(architecture_of(QWEN), adapters=ADAPTERS)
+    found = {(r.megatron.removeprefix("decoder.layers.{layer}."), r.kind, r.axis): [n.removeprefix("model.layers.{layer}.") for n in r.hf] for r in rules_for(arch) if r.factor}
+    expert = "mlp.experts.local_experts.{expert}."
+    assert found == {
+        ("self_attention.linear_qkv.lora_a", "plain", None): ["self_attn.q_proj.lora_A.weight"],
+        ("self_attention.linear_qkv.lora_b", "qkv", 0): [f"self_attn.{x}_proj.lora_B.weight" for x in "qkv"],
+        ("self_attention.linear_proj.lora_a", "plain", 1): ["self_attn.o_proj.lora_A.weight"],
+        ("self_attention.linear_proj.lora_b", "plain", None): ["self_attn.o_proj.lora_B.weight"],
+        (expert + "linear_fc1.lora_a", "plain", None): ["mlp.experts.{expert}.gate_proj.lora_A.weight"],
+        (expert + "linear_fc1.lora_b", "stack", 0): [f"mlp.experts.{{expert}}.{x}_proj.lora_B.weight" for x in ("gate", "up")],
+        (expert + "linear_fc2.lora_a", "plain", 1): ["mlp.experts.{expert}.down_proj.lora_A.weight"],
+        (expert + "linear_fc2.lora_b", "plain", None): ["mlp.experts.{expert}.down_proj.lora_B.weight"],
+    }
+
+
+@pytest.mark.parametrize(("config", "targets", "adapted"), [
+    (QWEN, ("attention",), {"qkv", "proj"}), (QWEN, ("mlp",), set()), (LLAMA, ("mlp",), {"fc1", "fc2"}), (KIMI, ("experts",), {"fc1", "fc2"}),
+    (GLM, ("attention",), {"q_down_proj", "kv_down_proj", "q_up_proj", "kv_up_proj", "proj"}),
+])
+def test_kinds_of_weights_have_adapters_and_the_sparse_index_has_none(config, targets, adapted):
+    arch = replace(architecture_of(config), adapters=replace(ADAPTERS, targets=targets))
+    factors = [r.megatron for r in rules_for(arch) if r.factor]
+    assert {m.split("linear_")[1].split(".")[0] for m in factors} == adapted and not any("indexer" in m or "layernorm" in m for m in factors)
+    assert len([m for m in factors if "shared_experts" in m]) == 0
+
+
+def test_a_factor_is_found_by_its_name_under_both_implementations():
+    arch = replace(architecture_of(QWEN), adapters=ADAPTERS)
+    for name in ("decoder.layers.1.mlp.experts.local_experts.3.linear_fc2.lora_b", "decoder.layers.1.mlp.experts.linear_fc2.lora_b3"):
+        found, layer, expert = find_rule(arch, name)
+        assert hf_names(found, layer, expert) == ("model.layers.1.mlp.experts.3.down_proj.lora_B.weight",)
+
+
+def test_each_part_of_a_weight_has_its_rows_of_b():
+    arch = replace(architecture_of(QWEN), adapters=ADAPTERS)
+    b = rule(arch, "linear_qkv.lora_b")
+    rows = torch.arange(48.0).view(16, 3)
+    parts = split(b, list(rows.chunk(2)), arch)
+    assert [len(part) for part in parts] == [8, 4, 4] and torch.equal(join(b, parts, arch, 16), rows)

@@ -55,6 +55,20 @@ class SparseIndex:
 
 
 @dataclass(frozen=True)
+class Adapters:
+    """Low-rank adapters (LoRA; Hu et al. 2021, arXiv:2106.09685): beside a frozen weight W [out, in], A [rank, in] and B [out, rank] are trained, and used is
+    W + (alpha / rank) B A."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # kinds of weights that have them, of miles.weights.mapping.tables.ADAPTED
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Sizes and switches of a decoder-only language model, in one vocabulary for all families."""
 
@@ -88,6 +102,7 @@ class Architecture:
     yarn: Yarn | None = None
     sparse: SparseIndex | None = None
     draft_layers: int = 0  # multi-token prediction layers behind the others; 0 also where the model has some and the trainer does not hold them
+    adapters: Adapters | None = None  # of the trainer: no config.json says it
 
     @property
     def moe_layers(self) -> tuple[int, ...]:

@@ -9,6 +9,8 @@ A rule joins its Hugging Face parts in one of four ways (`kind`):
 
 `axis` is the tensor-parallel axis of the megatron parameter: 0 = column parallel, 1 = row parallel, None = on every rank.
 Expert rules are sharded over expert tensor parallel ranks, all others over tensor parallel ranks.
+
+Adapters (`Architecture.adapters`) have rules of their own, which follow from that of the weight: of its factors, B has the weight's rows and A its columns.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from miles.core import StructureError
-from miles.weights.mapping.architecture import Architecture
+from miles.weights.mapping.architecture import Adapters, Architecture
 
 HF_LAYER, MEGATRON_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
 MEGATRON_DRAFT = "mtp.layers.{layer}."  # Hugging Face folders number draft layers on behind the others
@@ -35,6 +37,7 @@ class Rule:
     kind: str = "plain"
     axis: int | None = None
     where: str = "all"  # layers it is for: all | dense | moe | index (those that compute a sparse index) | draft, which has all rules to itself
+    factor: str = ""  # of an adapter: a | b
 
     @property
     def per_layer(self) -> bool:
@@ -116,12 +119,17 @@ FAMILY_LAYERS: dict[str, tuple[Rule, ...]] = {
     "glm_moe_dsa": LATENT_ATTENTION + INDEXER + DENSE_MLP + ROUTER + ROUTER_BIAS + EXPERTS,
 }
 
+ADAPTED = {"attention": (".self_attention.linear_",), "mlp": (".mlp.linear_fc", ".mlp.shared_experts.linear_fc"), "experts": (".mlp.experts.",)}
+"""What a kind of adapted weights has in its megatron-core names."""
+FACTORS = re.compile(r"\.lora_[ab]\d*$")
+"""Ends the megatron-core names of adapters."""
+
 # Transformer Engine fuses the norm into the linear layer behind it and keeps all experts in one module: same tensors, other names.
 TRANSFORMER_ENGINE_NAMES = (
     (re.compile(r"\.self_attention\.linear_qkv\.layer_norm_weight$"), ".input_layernorm.weight"),
     (re.compile(r"\.self_attention\.linear_(q|kv)_up_proj\.layer_norm_weight$"), r".self_attention.\1_layernorm.weight"),
     (re.compile(r"\.mlp\.linear_fc1\.layer_norm_weight$"), ".pre_mlp_layernorm.weight"),
-    (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.weight(\d+)$"), r".mlp.experts.local_experts.\2.\1.weight"),
+    (re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|lora_a|lora_b)(\d+)$"), r".mlp.experts.local_experts.\3.\1.\2"),
 )
 
 
@@ -132,7 +140,20 @@ def rules_for(arch: Architecture) -> tuple[Rule, ...]:
         layer += (QKV_BIAS if arch.qkv_bias else ()) + (QK_NORM if arch.qk_norm else ())
     layer += SHARED_EXPERT if arch.shared_ffn else ()
     draft = (*DRAFT, *(_of_draft(r) for r in layer if r.where in ("all", "moe", "index"))) if arch.draft_layers else ()
-    return (EMBEDDING, *layer, *draft, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
+    factors = (factor for rule in layer if arch.adapters and is_adapted(rule, arch.adapters) for factor in factors_of(rule))
+    return (EMBEDDING, *layer, *factors, *draft, FINAL_NORM, *(() if arch.tied else (OUTPUT,)))
+
+
+def is_adapted(rule: Rule, adapters: Adapters) -> bool:
+    return rule.megatron.endswith(".weight") and any(mark in rule.megatron for target in adapters.targets for mark in ADAPTED[target])
+
+
+def factors_of(rule: Rule) -> tuple[Rule, Rule]:
+    """A and B of an adapted weight, under the names that PEFT gives them (without its prefix). Parts of one weight share an A, which has the name of the first."""
+    stem = rule.megatron.removesuffix("weight")
+    a, b = (tuple(name.removesuffix("weight") + f"lora_{factor}.weight" for name in rule.hf) for factor in "AB")
+    return (replace(rule, megatron=stem + "lora_a", factor="a", hf=a[:1], kind="plain", axis=1 if rule.axis == 1 else None),
+            replace(rule, megatron=stem + "lora_b", factor="b", hf=b, axis=0 if rule.axis == 0 else None))
 
 
 def _of_draft(rule: Rule) -> Rule:

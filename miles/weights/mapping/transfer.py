@@ -19,7 +19,7 @@ from safetensors import safe_open
 from miles.core import ConfigError, StructureError
 from miles.weights.mapping.architecture import Architecture
 from miles.weights.mapping.placement import Key, Place, holders
-from miles.weights.mapping.tables import VALUE_HEAD, Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
+from miles.weights.mapping.tables import FACTORS, VALUE_HEAD, Rule, find_rule, hf_names, join, parameters, rules_for, shard_slices, split
 
 BUCKET_BYTES = 64 * 2**20
 FLOAT32 = "router.expert_bias"
@@ -56,7 +56,7 @@ class SafetensorsFolder:
 
 
 def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture) -> None:
-    """Fill the parameters of this rank's model chunks, but for a value head, from the Hugging Face folder. Needs megatron's parallel state.
+    """Fill the parameters of this rank's model chunks, but for a value head and adapters, from the Hugging Face folder. Needs megatron's parallel state.
 
     Raises ConfigError: a missing tensor. StructureError: a parameter without a rule, or of another shape than the folder's.
     """
@@ -65,7 +65,7 @@ def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture
     with torch.no_grad():
         for (pattern, layer, expert), parameter in place.local.items():
             rule = place.rules[pattern]
-            if rule is VALUE_HEAD:
+            if rule is VALUE_HEAD or rule.factor:
                 continue
             size, rank = place.shard_of_this_rank(rule)
             slices = [source.slice_of(name) for name in hf_names(rule, layer, expert)]
@@ -77,14 +77,15 @@ def load_hf(model: list[torch.nn.Module], folder: str | Path, arch: Architecture
             parameter.copy_(value)
 
 
-def export_hf(model: list[torch.nn.Module], arch: Architecture, bucket_bytes: int = BUCKET_BYTES) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every Hugging Face tensor of the model as (name, CPU tensor of the trainer's dtype), on rank 0, in a fixed order.
+def export_hf(model: list[torch.nn.Module], arch: Architecture, bucket_bytes: int = BUCKET_BYTES, *, adapters: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every Hugging Face tensor of the model as (name, CPU tensor of the trainer's dtype), on rank 0, in a fixed order. Weights that have adapters are as they are
+    used. `adapters`: these alone.
 
     A collective generator: every rank must exhaust it; ranks other than 0 send their shares and yield nothing.
     """
     place = Placement(arch, model)
     me = dist.get_rank()
-    for bucket in place.buckets(bucket_bytes):
+    for bucket in place.buckets(bucket_bytes, adapters):
         sources = sorted({rank for _, ranks in bucket for rank in ranks})
         received: dict[tuple[Key, int], torch.Tensor] = {}
         for source in sources:
@@ -191,10 +192,10 @@ class Placement:
         """Ranks of the first replica that hold the parameter, in the order of its shards (one rank where it is not sharded)."""
         return [replicas[0] for replicas in holders(rule, layer, expert, self.places, self.experts_per_rank)]
 
-    def buckets(self, limit: int) -> Iterator[list[tuple[Key, list[int]]]]:
-        """Parameters with their owners, grouped so that no bucket is larger than `limit` bytes on a rank (one parameter at least)."""
+    def buckets(self, limit: int, adapters: bool) -> Iterator[list[tuple[Key, list[int]]]]:
+        """Weights (or `adapters`) with their owners, grouped so that no bucket is larger than `limit` bytes on a rank (one parameter at least)."""
         bucket, size = [], 0
-        for rule, layer, expert in parameters(self.arch):
+        for rule, layer, expert in (p for p in parameters(self.arch) if bool(p[0].factor) == adapters):
             bytes_ = 4 * _largest(rule, self.arch)
             if bucket and size + bytes_ > limit:
                 yield bucket
@@ -209,6 +210,8 @@ def _largest(rule, arch: Architecture) -> int:
     width = max(arch.heads * arch.head_dim + 2 * arch.groups * arch.head_dim, 2 * (arch.expert_ffn if rule.per_expert else max(arch.ffn, arch.shared_ffn)))
     if rule.where == "draft":
         width = max(width, 2 * arch.hidden)  # the projection that joins embedding and hidden state
+    if rule.factor:
+        return arch.adapters.rank * max(arch.hidden, width)
     if rule.kind == "vocab":
         return arch.vocab * arch.hidden
     return arch.hidden if "norm" in rule.megatron else arch.hidden * width
@@ -222,7 +225,7 @@ def _unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 def local_weights(model: list[torch.nn.Module]) -> Iterator[torch.Tensor]:
     """What `load_hf` fills, in a fixed order."""
-    return (tensor.detach() for chunk in model for _, tensor in _named_weights(_unwrap(chunk)))
+    return (tensor.detach() for chunk in model for name, tensor in _named_weights(_unwrap(chunk)) if not FACTORS.search(name))
 
 
 def _named_weights(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

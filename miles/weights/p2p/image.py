@@ -7,7 +7,6 @@ beside it. Messages are verified in buffers of their own before they get here, s
 from __future__ import annotations
 
 import contextlib
-import json
 import mmap
 import os
 import shutil
@@ -18,10 +17,9 @@ import numpy as np
 import torch
 
 from miles.core import EnvironmentFault
+from miles.weights.file_layout import file_layout
 from miles.weights.p2p.plan import Box, Held, Tensor
 from miles.weights.patch import State
-
-_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 class Image:
@@ -30,26 +28,18 @@ class Image:
     def __init__(self, folder: Path, tensors: Mapping[str, Tensor], held: Held):
         """`folder` is the image's own, removed by `close`. Raises EnvironmentFault: no room."""
         self.folder, self._tensors, self._held = folder, tensors, held
-        header, self._offsets, at = {}, {}, 0
-        for name, box in sorted(held.items(), key=lambda item: -tensors[item[0]].itemsize):  # so that each starts at a multiple of its elements' size
-            tensor = tensors[name]
-            shape = [box.bottom - box.top, box.right - box.left][:len(tensor.shape)]
-            size = box.size * tensor.itemsize
-            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": shape, "data_offsets": [at, at + size]}
-            self._offsets[name], at = at, at + size
-        text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-        text += b" " * (-len(text) % 8)
-        start, self.size = 8 + len(text), at
+        begin, self._offsets, size = file_layout({name: (tensors[name].dtype, self._shape(name)) for name in held})
+        self.size = size - len(begin)
         try:
             with open(folder / "model.safetensors", "w+b") as f:
-                os.posix_fallocate(f.fileno(), 0, start + at)  # a page that is not there would be a SIGBUS later
-                f.write(len(text).to_bytes(8, "little") + text)
+                os.posix_fallocate(f.fileno(), 0, size)  # a page that is not there would be a SIGBUS later
+                f.write(begin)
                 f.flush()
-                self._map = mmap.mmap(f.fileno(), start + at)
+                self._map = mmap.mmap(f.fileno(), size)
         except OSError as e:
             self.close()
-            raise EnvironmentFault(f"no room for {at / 1e9:.3g} GB of weights in {folder.parent}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
-        self._data = np.frombuffer(self._map, np.uint8)[start:]
+            raise EnvironmentFault(f"no room for {size / 1e9:.3g} GB of weights in {folder.parent}: {e}", "room for one copy of the model", "enlarge /dev/shm") from e
+        self._data = np.frombuffer(self._map, np.uint8)
 
     def fits(self, tensors: Mapping[str, Tensor], held: Held) -> bool:
         """Whether it is an image of just this."""
@@ -67,16 +57,18 @@ class Image:
     def state(self) -> State:
         """The tensors as they lie in it: views."""
         out = {}
-        for name, box in self._held.items():
-            tensor = self._tensors[name]
-            shape = [box.bottom - box.top, box.right - box.left][:len(tensor.shape)]
-            out[name] = torch.from_numpy(self._bytes(name)).view(getattr(torch, tensor.dtype)).view(shape)
+        for name in self._held:
+            out[name] = torch.from_numpy(self._bytes(name)).view(getattr(torch, self._tensors[name].dtype)).view(self._shape(name))
         return out
 
     def close(self) -> None:
         """Remove the file. The mapping ends with the last view of it."""
         with contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.folder)
+
+    def _shape(self, name: str) -> list[int]:
+        box = self._held[name]
+        return [box.bottom - box.top, box.right - box.left][:len(self._tensors[name].shape)]
 
     def _bytes(self, name: str) -> np.ndarray:
         size = self._held[name].size * self._tensors[name].itemsize
