@@ -15,7 +15,7 @@ MPIEXEC = str(Path(sys.executable).with_name("mpiexec"))
 def start(n: int, module: str, run: RunDir, role: str, **env: str) -> subprocess.Popen:
     """`n` ranks of `python -m MODULE RUN` as a new epoch of the role."""
     run.path.joinpath("ranks").mkdir(exist_ok=True)
-    told = {"MILES_ROLE": role, "MILES_EPOCH": str(run.new_epoch(role)), "MILES_FIRST_RANK": "0", "MILES_LAUNCHER": "local", "MILES_FOLDER": str(run.path)}
+    told = {"MILES_ROLE": role, "MILES_EPOCH": str(run.new_epoch(role)), "MILES_FIRST_RANK": "0", "MILES_LAUNCHER": "local", "MILES_FOLDER": str(run.path), "MILES_FROZEN_S": "3600"}
     return subprocess.Popen([MPIEXEC, "-n", str(n), sys.executable, "-m", "miles.cluster.rank", str(run.path), module], env={**os.environ, **told, **env})
 
 
