@@ -47,7 +47,8 @@ class Trainer:
         if keyframe or version == 1:
             manifest = self.store.publish(version, version, new, self.epoch)
         else:
-            manifest = self.store.publish_delta(version, version, new.items(), {n: t.clone() for n, t in old.items()}, self.epoch, base=version - 1)
+            encoded = self.store.encode_delta(version - 1, new.items(), {n: t.clone() for n, t in old.items()})
+            manifest = self.store.publish_delta(version, version, encoded, self.epoch, base=version - 1)
         self.truth[version], self.digest[version] = new, manifest.digest
         return manifest
 

@@ -21,7 +21,7 @@ import torch
 from miles.rundir import RunDir
 from miles.weights.digest import bits
 from miles.weights.node import NodeFolder
-from miles.weights.patch import Patch, write_patch
+from miles.weights.patch import Patch, encode_patch, write_patch
 from miles.weights.publish import Publisher
 from miles.weights.shared import NodeCopy
 from miles.weights.store import WeightStore
@@ -64,7 +64,7 @@ def compiled() -> None:
     """Load what the codec compiles: it is no copy of weights, and not read for one."""
     old = torch.arange(1 << 12, dtype=torch.bfloat16)
     with tempfile.NamedTemporaryFile() as f:
-        write_patch(f, [("w", moved := old + 1)], {"w": old})
+        write_patch(f, encode_patch([("w", moved := old + 1)], {"w": old}))
         f.flush()
         Patch(Path(f.name)).apply({"w": old})
     assert torch.equal(old, moved)
