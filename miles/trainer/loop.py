@@ -57,7 +57,7 @@ from miles.weights.p2p.send import Sender
 from miles.weights.p2p.source import source_of
 from miles.weights.patch import State
 from miles.weights.precision.export import Export
-from miles.weights.publish import Published, Publisher
+from miles.weights.publish import Published, Publisher, there
 from miles.weights.store import WeightStore
 
 EXIT_REQUEUE = 75  # EX_TEMPFAIL: stopped on purpose with a checkpoint; start me again
@@ -192,8 +192,7 @@ class Trainer:
         """Leader: when the newest version is there (`wait`: wait for it), log the step that made it. Raises what kept it from that."""
         if self.publication is None or not (wait or self.publication.done()):
             return
-        self.publisher.settle()
-        published, row = self.publication.result(), self.unlogged
+        published, row = there(self.publication), self.unlogged
         if row is not None:
             self.unlogged = None
             self.log.row("steps", **row, published_version=published.version, transport=published.transport, published_bytes=published.bytes,

@@ -132,8 +132,7 @@ class Publisher:
         """Wait until the version that was begun is there. Raises, once, what kept it from that: its number is used up then, and the next is a keyframe."""
         writing, self._writing = self._writing, None
         if writing is not None:
-            _await(writing)
-            writing.result()
+            there(writing)
 
     def fillable(self) -> int | None:
         """The rollout epoch whose ranks are to be sent the next version point to point: all of them serve the version before."""
@@ -307,9 +306,14 @@ class Publisher:
         self._group, self._members = None, ()
 
 
-def _await(writing: Future) -> None:
-    """Bit by bit: in between the main thread shows that it lives (miles.comm.pulse)."""
-    while not wait([writing], timeout=WAIT_S).done:
+def there(publication: Future[Published]) -> Published:
+    """Wait until it is, bit by bit: in between the main thread shows that it lives (miles.comm.pulse). Raises what kept it from that."""
+    _await(publication)
+    return publication.result()
+
+
+def _await(publication: Future[Published]) -> None:
+    while not wait([publication], timeout=WAIT_S).done:
         pass
 
 

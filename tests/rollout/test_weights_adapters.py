@@ -162,7 +162,7 @@ def test_adapters_that_do_not_fit_are_refused_and_the_engine_goes_on_with_what_i
         s.publisher.publish(0, own(good))
         await s.weights.follow()
         s.engine.calls.clear()
-        s.weights._named = set()  # that a name is missing is found before
+        s.weights._served = None  # that a name is missing is found before
         s.publisher._since_keyframe = 99
         s.publisher.publish(1, own(harm(adapters_of(s.source, 1))))
         assert not await s.weights.follow() and s.engine.calls == [] and serves(s.engine, merged(s.source, good, 2.0))
@@ -185,13 +185,15 @@ def test_a_trainer_that_finds_another_model_folder_than_the_run_began_with_ends(
 
 
 def test_the_host_copy_is_the_file_that_the_engine_loads(scene):
+    folders = []
+
     async def scenario(s):
         state = adapters_of(s.source, 0)
         s.publisher.publish(0, own(state))
         await s.weights.follow()
         loaded = load_file(s.weights._handover.folder / "model.safetensors")
         assert loaded.keys() == s.source.keys() and all(torch.equal(loaded[n], t) for n, t in merged(s.source, state, 2.0).items())
-        s.weights.close()
-        assert not s.weights._handover.folder.exists()
+        folders.append(s.weights._handover.folder)
 
     scene(scenario)
+    assert not folders[0].exists()

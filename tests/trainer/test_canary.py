@@ -9,6 +9,8 @@ from launch import Job, launch
 from tiny_models import make
 
 ROUTES = [4, 2, 8]
+WITHIN = [2e-6, 1e-4]
+"""Relative, of each of the two steps. Adam divides a gradient by its own size, so that what is near 0 moves by a whole learning rate to where rounding points."""
 MOE = {
     "ep4": {"ep": 4}, "tp2-ep4": {"tp": 2, "ep": 4}, "tp2-etp2-ep2": {"tp": 2, "etp": 2, "ep": 2}, "tp2-pp2": {"tp": 2, "pp": 2},
     "tp2-pp2-ep2": {"tp": 2, "pp": 2, "ep": 2}, "tp2-cp2": {"tp": 2, "cp": 2}, "pp2-cp2": {"pp": 2, "cp": 2}, "pp2-ep2": {"pp": 2, "ep": 2},
@@ -54,9 +56,9 @@ def alone(world, folders):
 @pytest.mark.parametrize(("kind", "name"), [("moe", n) for n in MOE] + [("dense", n) for n in DENSE])
 def test_loss_and_gradient_norm_equal_one_rank(four, alone, kind, name):
     for rank in four[f"{kind} {name}"]:
-        for got, want in zip(rank, alone[kind], strict=True):
+        for got, want, within in zip(rank, alone[kind], WITHIN, strict=True):
             for key in ("loss", "grad_norm", "logprob_diff_mean", "kl_mean", "ess"):
-                assert got[key] == pytest.approx(want[key], rel=2e-5), key
+                assert got[key] == pytest.approx(want[key], rel=within), key
             for key in ("tokens", "sampled_tokens", "exact_tokens", "skipped"):
                 assert got[key] == want[key], key
 
