@@ -6,6 +6,8 @@ have seen is trained in the journals at the same step, and each group that was o
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import xxhash
 
@@ -26,15 +28,16 @@ class Frontier(msgspec.Struct, frozen=True):
     taken: list[int]
     ready: list[int]
     open: dict[int, str]  # group -> task of unfinished prompts; a restart samples them first
+    adapters: dict[str, Any] | None = None  # of low-rank adapters: the frozen weights that they were trained with
 
 
-def cut(state: BufferState, step: int, version: int, trainer_epoch: int, rollout_epoch: int) -> Frontier:
+def cut(state: BufferState, step: int, version: int, trainer_epoch: int, rollout_epoch: int, adapters: dict[str, Any] | None = None) -> Frontier:
     """The frontier of the weights of `step`, from the journals as they are read now."""
     return Frontier(
         step, version, trainer_epoch, rollout_epoch, cursor=sum(g.retry_of is None for g in state.groups.values()),
         trained=len(state.with_status(Status.TRAINED)), trained_digest=_digest(state),
         taken=sorted(g.group_id for g in state.with_status(Status.TAKEN)), ready=sorted(g.group_id for g in state.with_status(Status.READY)),
-        open={g.group_id: g.task_id for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id)})
+        open={g.group_id: g.task_id for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id)}, adapters=adapters)
 
 
 def check(frontier: Frontier, state: BufferState) -> None:

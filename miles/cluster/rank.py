@@ -79,6 +79,8 @@ def watch(child: subprocess.Popen, pulse: int, limit_s: float) -> tuple[int, str
         with contextlib.suppress(subprocess.TimeoutExpired):
             return child.wait(LOOK_S), ""
         silence = silence.look(os.pread(pulse, 8, 0), time.monotonic())
+    if (code := child.poll()) is not None:
+        return code, ""
     state = next(line for line in Path(f"/proc/{child.pid}/status").read_text().splitlines() if line.startswith("State:")).split("\t")[1]
     child.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):

@@ -28,6 +28,9 @@ class World:
                 f"the MPI world has {self.size} rank(s)", f"{expected}, from cluster.*.nodes x ranks_per_node",
                 "a world of size 1 under srun means that the site's `mpi` value does not match the MPI library: see `srun --mpi=list`",
             )
+        if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+            raise EnvironmentFault("the MPI library lets only one thread of a process call it", "MPI_THREAD_MULTIPLE: versions are published beside training",
+                                   "build or load an MPI library with thread support, and leave mpi4py's default (mpi4py.rc.thread_level = 'multiple')")
         self._mail = Mailbox(self.comm, _TAG)
 
     @property

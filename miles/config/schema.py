@@ -265,7 +265,7 @@ class ClusterConfig(Section):
     time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
     signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
     max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")
-    frozen_s: float = Field(3600.0, ge=10, description="Seconds after which a rank whose main thread runs no line of Python counts as frozen (stopped, or waiting for a driver or a file system that does not answer): it is killed, and its step started again as after a crash. Computing, compiling, loading and waiting for others run Python all the time; one call that does not return does not, such as a write of a keyframe, which must fit in here (docs/faults.md).")
+    frozen_s: float = Field(3600.0, ge=10, description="Seconds after which a rank whose main thread runs no line of Python counts as frozen (stopped, or waiting for a driver or a file system that does not answer): it is killed, and its step started again as after a crash. Computing, compiling, loading and waiting over MPI run Python all the time; a collective does not while it waits for other ranks, which may take 600 s, so less than that is for tests (docs/faults.md).")
     max_requeues: int = Field(20, ge=0, description="How often the job requeues itself.")
     trainer: ComponentConfig = Field(description="Component 0; with shared GPUs one of two steps on the same nodes.")
     rollout: ComponentConfig = Field(description="Component 1; likewise.")

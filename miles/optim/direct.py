@@ -22,6 +22,7 @@ from miles.optim.layout import PAGE
 
 AGAIN = "start the run again: it goes on from the last checkpoint; if it happens again, the disk is failing: set trainer.optimizer.state_dir to another"
 PART = 16 << 20  # bytes of one transfer of a block that is digested
+RESERVED = 1 << 30  # bytes at a time: a file system that cannot reserve writes them, and in between the main thread shows that it lives (miles.comm.pulse)
 TRIES = 3  # transfers in a row that do not finish one page, after which the disk is given up
 
 
@@ -38,8 +39,8 @@ def reserve(path: Path, size: int, need: str, do: str) -> None:
     path.unlink(missing_ok=True)
     with path.open("wb") as f, explained(path):
         try:
-            if size:
-                os.posix_fallocate(f.fileno(), 0, size)
+            for at in range(0, size, RESERVED):
+                os.posix_fallocate(f.fileno(), at, min(RESERVED, size - at))
         except OSError as e:
             if e.errno != errno.ENOSPC:
                 raise

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -41,6 +42,7 @@ from miles.weights.turns import EngineTurns
 if TYPE_CHECKING:
     from miles.weights.p2p.receive import Receiver
 
+Result = TypeVar("Result")
 RELEASED = {"all": ("kv_cache", "weights", "cuda_graph"), "kv_cache": ("kv_cache",)}  # engine.release -> SGLang's tags
 
 
@@ -157,7 +159,7 @@ class EngineWeights:
                 await self._apply_patches(patches, start)
                 return True
             self._patches.forget()
-            manifest = await asyncio.to_thread(self._copy.advance, newest)
+            manifest = await self._in_thread(self._copy.advance, newest)
         except (StructureError, FileNotFoundError) as e:
             self._refuse(newest, str(e))
             return False
@@ -177,7 +179,7 @@ class EngineWeights:
 
     async def _apply_copy(self, manifest: Manifest, start: float) -> None:
         """Have the engine load the host copy, which nobody changes meanwhile."""
-        state, memory = await asyncio.to_thread(self._weights, manifest)
+        state, memory = await self._in_thread(self._weights, manifest)
         expected = await self._expected(manifest, state)
         pulled = time.monotonic()
         # A fresh engine has the model folder's weights, one that has released them has none.
@@ -191,6 +193,17 @@ class EngineWeights:
                 await self._client.update_from_folder(self._handover.folder, manifest.version, flush=self._flush)
         await self._while_paused(apply, manifest, start, pulled, manifest.file_size, "disk", expected, shared=not self._copy.pulled)
 
+    async def _in_thread(self, function: Callable[..., Result], *args) -> Result:
+        """What works on memory and locks of the node in a thread ends, even when this is cancelled, before anything else here lets go of them."""
+        work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            self._node.give_up()
+            await asyncio.wait({work})
+            work.exception()  # of what nobody waits for any more
+            raise
+
     def _weights(self, manifest: Manifest) -> tuple[State, Memory]:
         """What the engine is to hold of the version that the copy is at, and the memory in which the file of it lies."""
         if self._merged is None:
@@ -201,7 +214,7 @@ class EngineWeights:
         """Have the engine apply them to its own memory: where that is the version's bytes, it needs no host copy."""
         self._forget_copy()
         try:
-            paths = await asyncio.to_thread(self._fetch, patches)
+            paths = await self._in_thread(self._fetch, patches)
             if len(paths) == 1:  # of several, each needs what the one before makes
                 await self._rehearse(paths[0], patches[0])
             pulled = time.monotonic()

@@ -82,7 +82,7 @@ class Trainer:
         newest = self.checkpoints.newest()
         how = {"precision": c.model.trainer_precision, "recompute": c.trainer.recompute, "stages": lay, "max_context": c.model.max_context, "load": newest is None}
         self.model = build_model(c.model.path, self.layout, routing_replay=c.trainer.routing_replay, mtp=c.trainer.mtp is not None, lora=c.trainer.lora, seed=c.run.seed, **how)
-        adapters = describe_base(self.model.chunks, self.model.arch) if self.model.adapters is not None else None
+        self.frozen = describe_base(self.model.chunks, self.model.arch) if self.model.adapters is not None else None  # what the adapters go with
         self.optimizer = build_optimizer(self.model, c.trainer.optimizer, self.state_dir, c.trainer.mtp.lr if c.trainer.mtp else None)
         self.critic = None
         if c.algorithm.critic is not None:
@@ -108,7 +108,7 @@ class Trainer:
             self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
             self.link = Link(run, Role.TRAINER, epoch)
             self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0,
-                                       checksum_of=self._checksum_of(), adapters=adapters)
+                                       checksum_of=self._checksum_of(), adapters=self.frozen, adapters_before=frontier.adapters if frontier else None)
         self.replicas = Replicas(self.model.chunks, self.model.arch)
         self.quantize = Export.of(c, self.model.arch.family)
         self.sender = Sender(run, world, epoch, source_of(self.model.chunks, self.model.arch, c.model.path)) if "p2p" in ways(c) else None
@@ -121,7 +121,7 @@ class Trainer:
             start, began = time.time(), time.monotonic()
             batch = self.feed.next(self.step + 1)
             if batch.plan.commit or batch.plan.stop:
-                self.settle()
+                self.settle_together()
             if batch.plan.commit:
                 self.commit_checkpoint(wait=True)
                 continue
@@ -150,7 +150,7 @@ class Trainer:
             times = {"time": time.time(), "start": start, "train_s": t1 - t0, "publish_s": t2 - t1 + time.monotonic() - t3 - self.release_s,
                      "checkpoint_s": t3 - t2, "turn_s": turn_s, "resume_s": resume_s, "release_s": self.release_s, "step_s": time.monotonic() - began}
             self.log_step(batch, metrics, times)
-        self.settle()
+        self.settle_together()
         if self.world.leader:
             self.dir.finish(f"{self.step} steps\n")
             self.link.wake()
@@ -170,7 +170,7 @@ class Trainer:
         """Collective: give the engines the new weights, straight from all ranks or gathered bucket by bucket on the leader (note: why, where it is not for how
         things are sent); and where GPUs are shared, these before they get them. The weights may change when this returns. Raises StructureError, before anybody
         sees them, when it is found that ranks which hold the same weights do not hold the same."""
-        self.settle()
+        self.settle_together()
         self.replicas.check_now_and_then()
         if self.sender is not None and not note:
             start = time.monotonic()
@@ -198,6 +198,11 @@ class Trainer:
             self.log.row("steps", **row, published_version=published.version, transport=published.transport, published_bytes=published.bytes,
                          published_s=published.seconds, note=published.note)
 
+    def settle_together(self) -> None:
+        """Collective: `settle`. The others wait for the leader here, as long as it takes: torch.distributed would give it up after its time limit."""
+        self.settle()
+        self.world.broadcast_bytes(b"" if self.world.leader else None)
+
     def _give(self) -> None:
         self.release_s = self.turns.give()
 
@@ -208,7 +213,7 @@ class Trainer:
         if due:
             frontier = None
             if self.queue is not None:
-                frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT))
+                frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT), self.frozen)
             self.checkpoints.begin(self.step, self.model, self.optimizer, self.critic, frontier)
         if wait:
             self.settle()

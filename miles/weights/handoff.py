@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 Result = TypeVar("Result")
+WAIT_S = 1.0
 
 
 class Sized(Protocol):
@@ -31,7 +32,8 @@ class Handoff:
         try:
             for thing in things:
                 with self._changed:
-                    self._changed.wait_for(lambda size=thing.size: self._error is not None or not self._way or self._bytes + size <= self._limit)
+                    while not self._changed.wait_for(lambda size=thing.size: self._error is not None or not self._way or self._bytes + size <= self._limit, WAIT_S):
+                        pass  # in between the main thread shows that it lives (miles.comm.pulse)
                     self._check()
                     self._way.append(thing)
                     self._bytes += thing.size

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 
 from miles.core import StructureError
 from miles.weights.adapters import by_weight, fits, merge
-from miles.weights.digest import digest, threads
+from miles.weights.digest import blocks, digest, join, threads
 from miles.weights.file_layout import file_layout
 from miles.weights.mapping import Rule, hf_names, read_architecture
 from miles.weights.mapping.tables import parameters
@@ -35,6 +36,7 @@ class MergedModel:
         self._folder = Path(folder)
         self.memory: Memory | None = None  # in it lies the safetensors file of the state
         self._how: dict[str, Any] = {}  # of the frozen weights in `_state`
+        self._frozen: dict[str, str] = {}  # their digests
         self._state: State = {}
 
     def make(self, how: dict[str, Any], adapters: State) -> State:
@@ -50,7 +52,11 @@ class MergedModel:
         def one(name: str) -> None:
             a, b = pairs[name]
             out = self._state[name]
-            merge(source.slice_of(name)[:].to(out.dtype), a, b, how["scale"], out)
+            base = source.slice_of(name)[:].to(out.dtype)
+            if join([xxhash.xxh3_128_digest(block) for block in blocks(base)]) != self._frozen[name]:  # `digest` would wait for the threads that this is one of
+                raise StructureError(f"{name} of {self._folder} is not what it was when this rank read it first", "a model folder that stays as it is during a run",
+                                     "restore it; ranks that start again compare all of it with the trainer's", cause="weights:base")
+            merge(base, a, b, how["scale"], out)
 
         for _ in threads().map(one, pairs):
             pass
@@ -77,7 +83,8 @@ class MergedModel:
                            for name, (dtype, shape) in described.items()}
         for name, tensor in self._state.items():
             tensor.copy_(source.slice_of(name)[:])
-        found = combined_digest({name: digest(tensor) for name, tensor in self._state.items()})
+        self._frozen = {name: digest(tensor) for name, tensor in self._state.items()}
+        found = combined_digest(self._frozen)
         if found != how["base"]:
             raise StructureError(f"the weights of {self._folder} have the digest {found}", f"{how['base']}, that of the weights that the trainer's adapters go with",
                                  "have the same model folder, model.path, on all nodes", cause="weights:base")

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
+import itertools
 import mmap
 import os
 import secrets
@@ -73,14 +75,15 @@ class Memory:
 
     @classmethod
     def at(cls, place: Place) -> Memory | None:
-        """None: the process that had it has ended, or has let go of it."""
-        link, name = f"/proc/{place.pid}/fd/{place.fd}", f"/memfd:{place.memory} (deleted)"
-        with contextlib.suppress(OSError):
-            if os.readlink(link) == name:
-                memory = cls(place.memory, os.open(link, os.O_RDWR | os.O_NONBLOCK))
-                if os.readlink(memory.path) == name:  # it may have become another between the two
-                    return memory
-                memory.close()
+        """Where the process that wrote the record has ended, or let go of it, whoever else has it open is looked for. None: nobody has, or it was given back."""
+        name = f"/memfd:{place.memory} (deleted)"
+        for link in itertools.chain((f"/proc/{place.pid}/fd/{place.fd}",), glob.iglob("/proc/[0-9]*/fd/*")):
+            with contextlib.suppress(OSError):
+                if os.readlink(link) == name:
+                    memory = cls(place.memory, os.open(link, os.O_RDWR | os.O_NONBLOCK))
+                    if os.readlink(memory.path) == name and os.fstat(memory.fd).st_size:  # the number may have become another's between the two
+                        return memory
+                    memory.close()
         return None
 
     @property
@@ -107,6 +110,7 @@ class NodeFolder:
     """The folder of this run on this node, made by the first rank and removed by the last."""
 
     def __init__(self, parent: Path, run: RunDir):
+        self._over = threading.Event()
         prefix = f"miles-node-{os.getuid()}-"
         for other in parent.glob(f"{prefix}*"):
             _remove_unused(other)
@@ -123,11 +127,25 @@ class NodeFolder:
                 os.close(self._fd)
 
     def shared(self, kind: str) -> Shared:
-        return Shared(self.path, kind)
+        return Shared(self.path, kind, self._over)
+
+    def give_up(self) -> None:
+        """Whoever waits for a lock in it stops waiting."""
+        self._over.set()
 
     def close(self) -> None:
         os.close(self._fd)
         _remove_unused(self.path)
+
+
+@contextlib.contextmanager
+def _folder_kept(folder: Path) -> Iterator[None]:
+    """Not FileNotFoundError, which says of a version that it is gone."""
+    try:
+        yield
+    except FileNotFoundError as e:
+        raise EnvironmentFault(f"{folder} was removed under a rank that uses it", "the folder, for as long as ranks of the run live on this node",
+                               "nothing: the rank makes it again when it starts anew; keep /dev/shm from being cleaned while jobs run") from e
 
 
 def _remove_unused(folder: Path) -> None:
@@ -157,24 +175,29 @@ class Shared:
     new file the next time. The sign of life is that the file's time is another one; what it says is not read.
     """
 
-    def __init__(self, folder: Path, kind: str):
-        self._folder, self._kind = folder, kind
+    def __init__(self, folder: Path, kind: str, over: threading.Event):
+        """over: set when nobody waits for the lock here any more."""
+        self._folder, self._kind, self._over = folder, kind, over
         self._fd: int | None = None
         self._released = threading.Event()
         self._heart: threading.Thread | None = None
 
     def attempts(self) -> Iterator[None]:
-        """Yields at once and then every few milliseconds, to try `take` and whatever else there is to look at."""
-        sign, since = None, 0.0
-        while True:
+        """Yields at once and then every few milliseconds, to try `take` and whatever else there is to look at. Raises EnvironmentFault once this is given up."""
+        sign, waited, looked = None, 0.0, time.monotonic()
+        while not self._over.is_set():
             yield
-            newest = self._newest()
-            if sign != (found := (newest, self._path(newest).stat().st_mtime_ns)):
-                sign, since = found, time.monotonic()
-            elif time.monotonic() - since > PATIENCE_S:
+            newest, now = self._newest(), time.monotonic()
+            waited, looked = waited + min(now - looked, BEAT_S), now  # time in which this rank did not run itself says nothing of the other
+            with _folder_kept(self._folder):
+                found = newest, self._path(newest).stat().st_mtime_ns
+            if sign != found:
+                sign, waited = found, 0.0
+            elif waited > PATIENCE_S:
                 print(f"{self._path(newest)}: whoever holds it has not run for {PATIENCE_S:g} s; going on without it, from a keyframe", flush=True)
                 self._path(newest + 1).touch(mode=0o600)
             time.sleep(POLL_S)
+        raise EnvironmentFault(f"waiting for {self._folder} was given up", "a rank that goes on", "nothing: it ends, or its engine is started again")
 
     def _newest(self) -> int:
         return max((int(p.suffix[1:]) for p in self._folder.glob(f"{self._kind}.*")), default=0)
@@ -186,7 +209,7 @@ class Shared:
         """Take the lock, in the place of what is held of it, unless others have it. mode: EXCLUSIVE or SHARED."""
         self.release()
         newest = self._newest()
-        with explain_os_errors(self._folder):
+        with _folder_kept(self._folder), explain_os_errors(self._folder):
             fd = os.open(self._path(newest), os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(fd, mode | fcntl.LOCK_NB)

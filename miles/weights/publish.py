@@ -65,10 +65,10 @@ class Publisher:
     gathered (p2p) it holds none."""
 
     def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0,
-                 checksum_of: dict[str, Any] | None = None, adapters: dict[str, Any] | None = None):
+                 checksum_of: dict[str, Any] | None = None, adapters: dict[str, Any] | None = None, adapters_before: dict[str, Any] | None = None):
         """`after`: a version that was published for certain, whatever is left of the files. checksum_of: how an engine's checksum follows from the bytes of a
         version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it. adapters: what those go with
-        that are published in place of weights (miles.weights.merged). Raises ConfigError: other weights than those that this run began with."""
+        that are published in place of weights (miles.weights.merged); before: what those of the checkpoint went with. Raises ConfigError: other weights than those that this run began with."""
         self._run, self._epoch, self._store, self._wake, self._checksum, self._checksum_of = run, epoch, store, wake, engine_checksum, checksum_of
         self._adapters = {"adapters": adapters} if adapters else {}
         self._config = run.config.weights
@@ -87,14 +87,14 @@ class Publisher:
         self._writing: Future[Published] | None = None
         self.version = max(store.newest() or 0, after)  # the newest, there or on its way; numbers go on where any earlier epoch stopped
         if adapters:
-            self._check_base(adapters)
+            self._check_base(adapters, adapters_before)
 
-    def _check_base(self, adapters: dict[str, Any]) -> None:
+    def _check_base(self, adapters: dict[str, Any], before: dict[str, Any] | None) -> None:
         """What is frozen comes from the model folder at every start: it must be what the adapters of a checkpoint were trained with."""
         try:
-            before = self._store.manifest(self._store.newest() or 0).extra["adapters"]
+            before = before or self._store.manifest(self._store.newest() or 0).extra["adapters"]
         except (FileNotFoundError, StructureError):
-            return  # the run's first version, or nothing to compare with
+            return  # no checkpoint, so adapters are new
         if before != adapters:
             raise ConfigError(f"the weights of {self._run.config.model.path} have the digest {adapters['base']}", f"{before['base']}, that of the weights that this run began with",
                               "restore the model folder; to train adapters of another model, start a new run")
@@ -157,8 +157,10 @@ class Publisher:
         """Whether the newest weights have to be published again, none being on their way: its folder is gone; a rank has refused it; or an engine that
         (re)started waits for a version that files lead to. It can load a version that its rank was filled with, unless that went wrong once. Raises
         EnvironmentFault when every rank refuses whatever is published."""
+        if self._writing is not None and not self._writing.done():
+            return False
         m = self._last
-        if m is None or (self._writing is not None and not self._writing.done()):
+        if m is None:
             return False
         acks = self._acks()
         if self._refusing(acks) or (self._store.newest() or 0) < m.version:
@@ -276,7 +278,7 @@ class Publisher:
         trial, self._trial = self._trial, False
         if decided or not trial:
             return publication
-        published = publication.result()
+        published = there(publication)
         while (served := self._all_serve(acks := self._acks())) is False and not self._refusing(acks) and time.monotonic() - start < self._config.ack_timeout_s:
             time.sleep(POLL_S)
         seconds = time.monotonic() - start

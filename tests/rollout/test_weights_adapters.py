@@ -2,23 +2,28 @@
 
 import asyncio
 import re
+import shutil
 from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from miles.config import load_config
-from miles.core import ConfigError
+from miles.core import ConfigError, StructureError
 from miles.engine import EngineClient, ModelShape
+from miles.engine.handover import HANDOVER
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir
 from miles.weights.acks import read_ack
 from miles.weights.adapters import merge, new_a
 from miles.weights.digest import digest
+from miles.weights.merged import MergedModel
+from miles.weights.node import NodeFolder
 from miles.weights.publish import Publisher
+from miles.weights.shared import NodeCopy
 from miles.weights.store import WeightStore, combined_digest
 from miles.weights.turns import EngineTurns
 from tests.engine.stub import TOKEN
@@ -65,8 +70,8 @@ def scene(folder, tmp_path):
     base = {"base": combined_digest({n: digest(t) for n, t in source.items()}), "dtype": "float32", "scale": 2.0}
 
     async def main(scenario, how, base):
-        def publisher(base=base):
-            return Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: "", checksum_of=how, adapters=base)
+        def publisher(base=base, before=None):
+            return Publisher(run, run.new_epoch("trainer"), WeightStore(run), lambda: None, lambda s: "", checksum_of=how, adapters=base, adapters_before=before)
 
         engine = Engine(ModelShape.from_folder(folder), 1)
         engine.weights, engine.tied = {n: t.numpy().copy() for n, t in source.items()}, True
@@ -180,6 +185,48 @@ def test_a_trainer_that_finds_another_model_folder_than_the_run_began_with_ends(
         assert s.publishers().version == 1
         with pytest.raises(ConfigError, match="(?s)have the digest 00.*expected: .*, that of the weights that this run began with"):
             s.publishers({"base": "00", "dtype": "float32", "scale": 2.0})
+
+    scene(scenario)
+
+
+def test_a_checkpoint_knows_its_frozen_weights_where_no_version_is_left(scene):
+    async def scenario(s):
+        before = {"base": "00", "dtype": "float32", "scale": 2.0}
+        assert s.publishers(before, before).version == 0
+        with pytest.raises(ConfigError, match="(?s)expected: 00, that of the weights that this run began with"):
+            s.publishers(before=before)
+
+    scene(scenario)
+
+
+def test_a_model_folder_that_changes_during_a_run_is_noticed_at_the_next_version(folder, tmp_path):
+    copy, source = shutil.copytree(folder, tmp_path / "model"), load_file(folder / "model.safetensors")
+    base = {"base": combined_digest({n: digest(t) for n, t in source.items()}), "dtype": "float32", "scale": 2.0}
+    model = MergedModel(copy)
+    made, expected = model.make(base, adapters_of(source, 0)), merged(source, adapters_of(source, 0), 2.0)
+    assert all(torch.equal(made[n], t) for n, t in expected.items())
+    save_file({n: t + 1 for n, t in source.items()}, tmp_path / "other", metadata={"format": "pt"})
+    (tmp_path / "other").rename(copy / "model.safetensors")
+    with pytest.raises(StructureError, match="is not what it was when this rank read it first"):
+        model.make(base, adapters_of(source, 1))
+    model.forget()
+
+
+def test_a_rank_that_ends_while_it_waits_for_another_ends_its_wait_first(scene):
+    async def scenario(s):
+        s.publisher.publish(0, own(adapters_of(s.source, 0)))
+        await s.weights.follow()
+        node = NodeFolder(HANDOVER, s.run)
+        reader = NodeCopy(WeightStore(s.run), node.shared("copy"))
+        reader.advance(1)
+        s.publisher.publish(1, own(adapters_of(s.source, 1)))
+        following = asyncio.create_task(s.weights.follow())
+        await asyncio.sleep(0.05)  # whether it waits by then makes no difference to what follows
+        following.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await following
+        reader.forget()
+        node.close()
 
     scene(scenario)
 

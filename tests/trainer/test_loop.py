@@ -216,7 +216,7 @@ def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
         assert (t["mtp_loss"] > 1).all() and (t["mtp_grad_norm"] > 0).all() and np.isfinite(t["mtp_agreement"]).all() and not t["skipped"].any()
 
 
-def test_adapters_alone_are_published_and_peft_can_load_them_from_a_checkpoint(tmp_path, model):
+def test_adapters_alone_are_published_and_a_checkpoint_has_them_in_the_format_of_peft(tmp_path, model):
     run = RunDir.create(config(tmp_path, model, "run.steps=2", "trainer.optimizer.lr=1e-2", *ADAPTERS))
     run.new_attempt()
     producer, store = Producer(run), WeightStore(run)
@@ -237,6 +237,7 @@ def test_adapters_alone_are_published_and_peft_can_load_them_from_a_checkpoint(t
     assert {n for n, t in merged.items() if torch.equal(t, source[n])} == {n for n in source if "norm" in n or n.endswith(("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight"))}
 
     folder = run.checkpoints_dir / "step_000002"
+    assert json.loads((folder / "frontier.json").read_text())["adapters"] == store.manifest(3).extra["adapters"]
     described, tensors = json.loads((folder / "adapter_config.json").read_text()), load_file(folder / "adapter_model.safetensors")
     assert {"adapter_config.json", "adapter_model.safetensors"} <= json.loads((folder / "COMMIT").read_text())["files"].keys()
     assert (described["r"], described["lora_alpha"], described["base_model_name_or_path"]) == (4, 8.0, str(model))
@@ -328,6 +329,16 @@ def test_a_step_is_logged_once_when_its_version_is_there(leader):
     Trainer.settle(trainer)
     published = {"published_version": 8, "transport": "disk", "published_bytes": 1000, "published_s": 1.5, "note": ""}
     assert rows == [("steps", {"step": 7, "publish_s": 0.5, **published})]
+
+
+def test_the_other_ranks_wait_for_the_leaders_version_over_mpi_not_in_a_collective_with_a_time_limit(leader):
+    trainer, rows = leader
+    trainer.settle = lambda: Trainer.settle(trainer)
+    trainer.publication.set_result(Published(8, "disk", 1000, 1.5, ""))
+    for leads, said in ((True, b""), (False, None)):
+        trainer.world = SimpleNamespace(leader=leads, broadcast_bytes=lambda data, said=said: rows.append(("told", data)))
+        Trainer.settle_together(trainer)
+    assert [row[0] for row in rows] == ["steps", "told", "told"] and [row[1] for row in rows[1:]] == [b"", None]
 
 
 @pytest.mark.parametrize("wait", [True, False])

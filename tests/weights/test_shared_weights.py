@@ -3,14 +3,17 @@
 import multiprocessing.connection
 import os
 import random
+import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from miles.config import load_config
-from miles.core import StructureError
+from miles.core import EnvironmentFault, StructureError
 from miles.rundir import RunDir
 from miles.weights import node
 from miles.weights.digest import bits
@@ -233,6 +236,38 @@ def test_a_rank_that_a_broadcast_carried_past_the_copy_lets_go_of_it_and_the_oth
     assert goes.advance(2).version == 2 and not goes.pulled and equal(goes.state, trainer.truth[2])
 
 
+def test_a_rank_that_lets_go_of_what_it_pulled_finds_it_again_with_another(trainer, copies):
+    trainer.publish()
+    pulled, other = copies(2)
+    for copy in (pulled, other):
+        copy.advance(1), copy.release()
+    pulled.forget()
+    assert pulled.advance(1).version == 1 and not pulled.pulled and pulled.memory.name == other.memory.name
+    assert equal(pulled.state, trainer.truth[1])
+
+
+def test_a_rank_that_gives_up_waits_for_nobody_any_more(trainer, copies, run, shm):
+    trainer.publish()
+    (holder,) = copies(1)
+    holder.advance(1)
+    trainer.publish()
+    folder = NodeFolder(shm, run)
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(NodeCopy(WeightStore(run), folder.shared("copy")).advance, 2)
+        folder.give_up()
+        with pytest.raises(EnvironmentFault, match="was given up"):
+            waiting.result(ANSWER_S)
+    folder.close()
+
+
+def test_a_folder_that_was_cleaned_away_is_not_a_version_that_is_gone(trainer, copies, shm):
+    trainer.publish()
+    (copy,) = copies(1)
+    shutil.rmtree(next(shm.iterdir()))
+    with pytest.raises(EnvironmentFault, match="was removed under a rank that uses it"):
+        copy.advance(1)
+
+
 # -- what does not verify ----------------------------------------------------------------------------------------------------
 def test_after_a_damaged_patch_the_copy_is_what_it_was_for_all(trainer, copies, run):
     trainer.publish(), trainer.publish()
@@ -284,6 +319,8 @@ def test_a_record_is_believed_only_where_the_memory_that_it_names_holds_that_ver
     if said == "half a record":
         os.pwrite(shared._fd, b'[{"version":1,"mark":"' + manifest.mark.encode(), 0)
     shared.release()
+    if said == "a process that is gone":
+        stale.forget()  # or it would be found with this one
     assert reader.advance(1).version == 1 and reader.pulled and equal(reader.state, trainer.truth[1])
 
 
@@ -410,6 +447,21 @@ def test_one_that_holds_the_lock_for_long_and_runs_is_waited_for(trainer, ranks)
     assert not other.answered() and reader.ask("look") == trainer.digest[1]
     reader.ask("release")
     assert other.hear() == (2, True, trainer.digest[2])
+
+
+def test_time_in_which_the_waiting_rank_did_not_run_itself_says_nothing_of_the_holder(trainer, copies, monkeypatch):
+    trainer.publish(), trainer.publish()
+    holder, waits = copies(2)
+    holder.advance(1)
+    naps, real = [], node.time.monotonic
+
+    def sleep(seconds):
+        naps.append(seconds)
+        if len(naps) == 3:
+            holder.release()
+
+    monkeypatch.setattr(node, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: real() + 1000 * (len(naps) > 1)))  # suspended after the first
+    assert waits.advance(2).version == 2 and waits._shared._newest() == 0
 
 
 def test_readers_hold_the_lock_together(copies, trainer):
