@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,8 @@ from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background of a script; what the tests start would be deaf to it, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Properties are about values: how long an example takes (fsync on a busy disk) decides nothing.
 settings.register_profile("miles", deadline=None)

@@ -7,6 +7,7 @@ codes: 0 done, 75 stopped with a checkpoint, 2 configuration, 3 environment (nei
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -19,6 +20,8 @@ def run_rank(main: Callable[[], int]) -> None:
     """Run a rank's main and leave the process. Never returns."""
     if "MILES_PULSE" in os.environ:  # it has a parent that watches
         show_life(int(os.environ["MILES_PULSE"]))
+    # Its parent ignores SIGINT, which programs inherit: the shells of the model are stopped by it (miles.env.shell). A handler is not inherited.
+    signal.signal(signal.SIGINT, lambda *_: None)
     try:
         code = main()
     except MilesError as e:

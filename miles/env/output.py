@@ -10,7 +10,8 @@ _ESCAPE = re.compile(  # ECMA-48: CSI sequences (colours, cursor), OSC strings (
     r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f]")
 # An interactive bash without a terminal says this whenever a child dies of a signal; it is about the shell's set-up, not about the command.
-_NO_TERMINAL = re.compile(r"bash: \[\d+: \d+ \(\d+\)\] tcsetattr: Inappropriate ioctl for device\n?")
+_NO_TERMINAL = re.compile(r"bash: \[\d+: \d+ \(\d+\)\] tcsetattr: Inappropriate ioctl for device(?:\n|\Z)")
+_BEGUN = re.compile(r"(?:b|ba|bas|bash|bash:|bash: |bash: \[[^\n]{0,80})\Z")
 
 
 class Output:
@@ -20,11 +21,15 @@ class Output:
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
         self._head_chars, self._tail_chars = limit - limit // 2, limit // 2
         self._head, self._tail, self._chars = "", "", 0
+        self._held = ""  # what may become a remark of the shell's
         self.bytes = 0
 
     def add(self, data: bytes, final: bool = False) -> None:
         self.bytes += len(data)
-        text = self._decode(data, final)
+        text = self._held + self._decode(data, final)
+        begun = None if final else _BEGUN.search(text)
+        text, self._held = (text, "") if begun is None else (text[:begun.start()], begun[0])
+        text = _NO_TERMINAL.sub("", text)  # before it is counted and cut
         self._chars += len(text)
         room = self._head_chars - len(self._head)
         self._head += text[:room]
@@ -48,5 +53,5 @@ class Output:
 
 def printable(text: str) -> str:
     """Without terminal control: escape sequences are removed, carriage returns end a line, other control characters become U+FFFD."""
-    text = _NO_TERMINAL.sub("", _ESCAPE.sub("", text))
+    text = _ESCAPE.sub("", text)
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))

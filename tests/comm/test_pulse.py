@@ -86,3 +86,19 @@ def test_a_process_lives_as_long_as_its_main_thread_runs_python(start, what):
 def test_a_process_is_silent_when_its_main_thread_does_not_come_back_to_python(start, what):
     p = start(HUNG[what])
     assert p.is_silent() and p.process.poll() is None
+
+
+def test_what_a_rank_starts_is_not_deaf_to_the_interrupt_that_its_parent_ignores():
+    """The model's commands are stopped by SIGINT. The rank itself is not ended by one."""
+    body = """
+import os, signal, subprocess
+from miles.comm.entry import run_rank
+
+def main():
+    os.kill(os.getpid(), signal.SIGINT)
+    return 10 + (subprocess.run(["sh", "-c", "kill -INT $$"]).returncode == -signal.SIGINT)
+
+run_rank(main)
+"""
+    done = subprocess.run([sys.executable, "-c", body], preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN), timeout=60)
+    assert done.returncode == 11

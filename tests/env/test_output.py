@@ -34,10 +34,20 @@ def test_invalid_utf8_is_replaced_also_across_chunks():
 
 @pytest.mark.parametrize(("raw", "clean"), [
     ("\x1b[31mred\x1b[0m", "red"), ("\x1b]0;title\x07x", "x"), ("\x1b]8;;http://a\x1b\\y", "y"), ("\x1b(B\x1b=\x1bMz", "z"), ("a\0b\x07\x08c", "a\ufffdb\ufffd\ufffdc"),
-    ("a\r\nb\rc", "a\nb\nc"), ("tab\tline\n", "tab\tline\n"), ("bash: [2: 1 (255)] tcsetattr: Inappropriate ioctl for device\nfine", "fine"), ("\x1b", "\ufffd"),
+    ("a\r\nb\rc", "a\nb\nc"), ("tab\tline\n", "tab\tline\n"), ("\x1b", "\ufffd"),
 ])
 def test_terminal_control_is_taken_out(raw, clean):
     assert printable(raw) == clean
+
+
+REMARK = b"bash: [2: 1 (255)] tcsetattr: Inappropriate ioctl for device\n"
+
+
+@pytest.mark.parametrize("cut", range(len(REMARK)))
+def test_what_the_shell_says_of_its_missing_terminal_is_neither_shown_nor_counted(cut):
+    assert shown(b"a\n" + REMARK[:cut], REMARK[cut:] + b"fine", limit=6) == ("a\nfine", False)
+    assert shown(b"a\n" + REMARK[:-1], limit=6) == ("a\n", False)
+    assert shown(b"bash: [x", b"y", limit=20) == ("bash: [xy", False)
 
 
 @given(st.binary(max_size=300), st.integers(1, 40), st.lists(st.integers(0, 300), max_size=5))
