@@ -128,15 +128,16 @@ class Killer:
             time.sleep(0.1)
 
     def _wait(self) -> None:
+        most = self._steps + 2  # or a fast machine is done before the last kill
         if self.rng.random() < 0.5:
             goal, delay = self._steps + 1, self.rng.uniform(0, 2)
             while self._progress(goal) < goal:
                 self._pause(0.1)
-            self._pause(delay)
+            until = time.monotonic() + delay
         else:
-            until, most = time.monotonic() + self.rng.uniform(0, 8), self._steps + 2
-            while time.monotonic() < until and steps_trained(self.run) < most:
-                self._pause(0.1)
+            until = time.monotonic() + self.rng.uniform(0, 8)
+        while time.monotonic() < until and steps_trained(self.run) < most:
+            self._pause(0.1)
 
     def _kill(self) -> None:
         kinds, weights = zip(*self.victims.items(), strict=True)

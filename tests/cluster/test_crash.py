@@ -13,7 +13,7 @@ from tests.cluster.crash_checks import check, outcome
 from tests.engine.tiny import make_model
 
 pytestmark = pytest.mark.timeout(1500)
-STEPS, KILLS = 24, 10
+STEPS, KILLS = 30, 10
 
 
 @pytest.fixture(scope="module")
