@@ -194,12 +194,10 @@ def test_files_of_state_that_waits_are_there_from_the_start_and_go_at_the_end_an
     assert list((tmp_path / "state").iterdir()) == []
 
 
-def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
-    folder = with_draft(make("glm4_moe", tmp_path / "plain"), tmp_path / "drafting")
-    run = RunDir.create(config(tmp_path, folder, "run.steps=2", "trainer.mtp.lr=1e-2", "trainer.layout.ep=2"))
+def two_steps(run, producer) -> WeightStore:
+    """Play a run of two steps through."""
     run.new_attempt()
-    producer, store = Producer(run, layers=1), WeightStore(run)
-    p = start(run)
+    store, p = WeightStore(run), start(run)
     try:
         wait(lambda: store.newest() == 1, p, run)
         producer.put(1, 4)
@@ -207,6 +205,13 @@ def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
     finally:
         p.kill()
     assert p.returncode == 0, (run.path / "trainer.log").read_text()[-3000:]
+    return store
+
+
+def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
+    folder = with_draft(make("glm4_moe", tmp_path / "plain"), tmp_path / "drafting")
+    run = RunDir.create(config(tmp_path, folder, "run.steps=2", "trainer.mtp.lr=1e-2", "trainer.layout.ep=2"))
+    store = two_steps(run, Producer(run, layers=1))
     own = {n for n in load_file(folder / "model.safetensors") if n.startswith("model.layers.2.")} - {f"model.layers.2.{n}" for n in SHARED_HEAD}
     before, after = store.manifest(1).tensors, store.manifest(3).tensors
     assert {n for n in before if n.startswith("model.layers.2.")} == own and before.keys() == after.keys()
@@ -218,16 +223,7 @@ def test_a_draft_layer_is_in_every_version_and_its_figures_in_the_log(tmp_path):
 
 def test_adapters_alone_are_published_and_a_checkpoint_has_them_in_the_format_of_peft(tmp_path, model):
     run = RunDir.create(config(tmp_path, model, "run.steps=2", "trainer.optimizer.lr=1e-2", *ADAPTERS))
-    run.new_attempt()
-    producer, store = Producer(run), WeightStore(run)
-    p = start(run)
-    try:
-        wait(lambda: store.newest() == 1, p, run)
-        producer.put(1, 4)
-        p.wait(90)
-    finally:
-        p.kill()
-    assert p.returncode == 0, (run.path / "trainer.log").read_text()[-3000:]
+    store = two_steps(run, Producer(run))
     follower, source = Follower(store), load_file(model / "model.safetensors")
     bases = {follower.advance(version).extra["adapters"]["base"] for version in (1, 2, 3)}
     assert bases == {combined_digest({n: digest(t) for n, t in source.items()})}

@@ -88,7 +88,6 @@ class Rank:
 
     def stopped(self):
         """Wait until it has been stopped."""
-        os.waitid  # noqa: B018
         while Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
             self.process.join(0.01)
 
