@@ -19,7 +19,7 @@ from miles.core import MilesError
 def run_rank(main: Callable[[], int]) -> None:
     """Run a rank's main and leave the process. Never returns."""
     if "MILES_PULSE" in os.environ:  # it has a parent that watches
-        show_life(int(os.environ["MILES_PULSE"]))
+        show_life(int(os.environ["MILES_PULSE"]), float(os.environ["MILES_FROZEN_S"]))
     # Its parent ignores SIGINT, which programs inherit: the shells of the model are stopped by it (miles.env.shell). A handler is not inherited.
     signal.signal(signal.SIGINT, lambda *_: None)
     try:

@@ -18,6 +18,7 @@ from typing import Any
 import h5py
 import numpy as np
 
+from miles.core.at_work import at_work
 from miles.rundir.publish import explain_os_errors
 
 FLUSH_S = 1.0
@@ -69,10 +70,11 @@ class RunLog:
                 done = False
                 while not done:
                     rows, done = self._collect()
-                    for table, block in rows.items():
-                        _append(f["tables"], table, block)
-                    if rows:
-                        f.flush()
+                    with at_work(f"writing the log {path}"):
+                        for table, block in rows.items():
+                            _append(f["tables"], table, block)
+                        if rows:
+                            f.flush()
         except BaseException as e:  # handed to the next caller of row() or close()
             self._error = e
 

@@ -16,6 +16,7 @@ from miles.buffer import BufferView, BufferWriter, Status
 from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import Role
+from miles.core.at_work import at_work
 from miles.log import RunLog
 from miles.rollout.pools import Pools
 from miles.rollout.scheduler import OVERDUE, Assign, Drop, Release, Rules, Scheduler, Seal, Start
@@ -149,7 +150,7 @@ class Leader:
                 post(rank, {"kind": "release", "samples": [(group_id, sample)]})
                 return
             case Seal(group_id, samples):
-                for sample in await asyncio.to_thread(self._writer.seal, group_id, list(samples)):
+                for sample in await asyncio.to_thread(at_work(f"sealing a group in {self._run.buffer_dir}")(self._writer.seal), group_id, list(samples)):
                     log_lost(self._log, group_id, sample, self._view.state.groups[group_id].task_id, -1, "dropped:part")
             case Drop(group_id, reason):
                 self._writer.drop(group_id, reason)

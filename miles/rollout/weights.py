@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from miles.core import EnvironmentFault, MilesError, StructureError
+from miles.core.at_work import at_work
 from miles.engine import EngineClient
 from miles.engine.digest import combined_checksum, expected_checksums
 from miles.engine.handover import HANDOVER, Handover
@@ -195,7 +196,7 @@ class EngineWeights:
 
     async def _in_thread(self, function: Callable[..., Result], *args) -> Result:
         """What works on memory and locks of the node in a thread ends, even when this is cancelled, before anything else here lets go of them."""
-        work = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        work = asyncio.ensure_future(asyncio.to_thread(at_work("reading a version of the weights")(function), *args))
         try:
             return await asyncio.shield(work)
         except asyncio.CancelledError:

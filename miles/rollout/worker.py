@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from miles.buffer import write_part
 from miles.config import MilesConfig, load_site
 from miles.core import Drafts, EnvironmentFault, Role, StructureError, Trajectory
+from miles.core.at_work import at_work
 from miles.engine import EngineClient, EngineProcess, PortLease, lease_port
 from miles.engine.ports import first_port
 from miles.engine.process import EngineKilled
@@ -280,7 +281,7 @@ class Worker:
         try:
             session = await self._open(group, sample, held_by)
             leaves = await self._play(session, group, sample, task)
-            part = {"part": await asyncio.to_thread(write_part, self._run, self._epoch, leaves)}
+            part = {"part": await asyncio.to_thread(at_work(f"writing a sample to {self._run.buffer_dir}")(write_part), self._run, self._epoch, leaves)}
         except StructureError as e:
             cause = f"dropped:{e.cause}"
             if session is not None:
@@ -305,7 +306,7 @@ class Worker:
         if held_by == self._rank:
             held = self._service.held.get(name)
         elif held_by is not None:
-            held = (await asyncio.to_thread(stored_sessions, self._run.sessions_dir, held_by)).get(name)
+            held = (await asyncio.to_thread(at_work(f"reading {self._run.sessions_dir}")(stored_sessions), self._run.sessions_dir, held_by)).get(name)
         session = await self._service.open_trajectory(name, rank=self._rank, held=held)
         self._samples[session.id] = (group, sample)
         return session

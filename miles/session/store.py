@@ -27,6 +27,7 @@ import msgspec
 import xxhash
 
 from miles.core import EnvironmentFault, MilesError
+from miles.core.at_work import at_work
 from miles.rundir.publish import explain_os_errors, publish_file, remove_unfinished, temp_path
 
 log = logging.getLogger(__name__)
@@ -184,7 +185,8 @@ class SessionStore:
             loop, batch = job
             error: Exception | None = None
             try:
-                self._commit(b"".join(data for data, _ in batch))
+                with at_work(f"writing sessions to {self._path}"):
+                    self._commit(b"".join(data for data, _ in batch))
             except Exception as e:  # noqa: BLE001  whoever waits for the batch is told
                 error = e
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more

@@ -37,6 +37,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint.api import CheckpointException
 
 from miles.core import EnvironmentFault
+from miles.core.at_work import at_work
 from miles.optim import is_saved
 from miles.trainer.critic import Critic
 from miles.trainer.model import PolicyModel
@@ -91,11 +92,12 @@ class Saving:
     def _run(self) -> None:
         start = time.monotonic()
         try:
-            if self._write is not None:
-                self._write()
-                self._write = None  # the copies
-                self.files = {p.name: describe_file(p) for p in sorted(self.folder.glob(f"__{dist.get_rank()}_*.distcp"))}
-            self.files |= {p.name: describe_file(p) for copy in self._copy_streamed for p in copy()}
+            with at_work(f"writing a checkpoint to {self.folder}"):
+                if self._write is not None:
+                    self._write()
+                    self._write = None  # the copies
+                    self.files = {p.name: describe_file(p) for p in sorted(self.folder.glob(f"__{dist.get_rank()}_*.distcp"))}
+                self.files |= {p.name: describe_file(p) for copy in self._copy_streamed for p in copy()}
         except BaseException as e:  # said to all ranks by whoever asks
             self.error = f"{e!r}"
         self.write_s = time.monotonic() - start

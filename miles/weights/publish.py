@@ -30,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from miles.core import ConfigError, EnvironmentFault, Role, StructureError
+from miles.core.at_work import at_work
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks, serving
 from miles.weights.broadcast import BroadcastGroup
@@ -230,10 +231,11 @@ class Publisher:
 
     def _write(self, start: float, note: str, publish: Callable[[], Manifest]) -> Published:
         """In the thread beside the trainer's."""
-        self._last = m = publish()
-        self._on_files = True
-        self._store.retire(self._config.keep_keyframes, serving(self._run))
-        self._wake()
+        with at_work(f"writing a version to {self._run.weights_dir}"):
+            self._last = m = publish()
+            self._on_files = True
+            self._store.retire(self._config.keep_keyframes, serving(self._run))
+            self._wake()
         return Published(m.version, "disk", m.file_size, time.monotonic() - start, note)
 
     def _ready_group(self) -> BroadcastGroup | None:

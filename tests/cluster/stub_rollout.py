@@ -7,7 +7,7 @@ import time
 from miles.comm.pulse import show_life
 from miles.rundir import PoolDir, RunDir
 
-show_life(int(os.environ["MILES_PULSE"]))
+show_life(int(os.environ["MILES_PULSE"]), float(os.environ["MILES_FROZEN_S"]))
 pool = int(os.environ["MILES_POOL"])
 run = PoolDir(sys.argv[1], pool) if pool else RunDir(sys.argv[1])
 if (run.path / "stub_slow").exists():  # tests: time to be killed before the ranks have met

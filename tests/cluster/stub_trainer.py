@@ -11,7 +11,7 @@ from mpi4py import MPI
 from miles.comm.pulse import show_life
 from miles.rundir import RunDir, publish_bytes
 
-show_life(int(os.environ["MILES_PULSE"]))
+show_life(int(os.environ["MILES_PULSE"]), float(os.environ["MILES_FROZEN_S"]))
 run = RunDir(sys.argv[1])
 world = MPI.COMM_WORLD
 if world.size != run.config.cluster.trainer.ranks:

@@ -4,20 +4,25 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from miles.comm.pulse import Threads
+from miles.core.at_work import at_work, signs
+
 PROGRAM = """
-import asyncio, ctypes, sys, threading, time, uvloop
+import asyncio, ctypes, os, sys, threading, time, uvloop
 import miles.comm.pulse as pulse
+from miles.core.at_work import at_work
 
 def poll():
     while True:
         time.sleep(0.002)
 
 pulse.BEAT_S = 0.02
-pulse.show_life(int(sys.argv[1]))
+pulse.show_life(int(sys.argv[1]), 1.0)
 """
 LIVING = {
     "computes": "while True: sum(range(1000))",
@@ -30,10 +35,29 @@ HUNG = {
 }
 
 
+BESIDE = """
+def beside(function):
+    def work():
+        with at_work("writing what is lost"):
+            function()
+    threading.Thread(target=work, daemon=True).start()
+    poll()
+
+def computes():
+    while True:
+        time.sleep(0.1)
+
+def hangs():
+    time.sleep(0.3)
+    os.read(os.pipe()[0], 1)
+
+"""
+
+
 class Process:
     def __init__(self, body: str):
         self.fd = os.memfd_create("pulse", 0)
-        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM + body, str(self.fd)], pass_fds=[self.fd])
+        self.process = subprocess.Popen([sys.executable, "-c", PROGRAM + body, str(self.fd)], pass_fds=[self.fd], stderr=subprocess.PIPE, text=True)
 
     def number(self) -> bytes:
         return os.pread(self.fd, 8, 0)
@@ -68,7 +92,7 @@ def start():
     yield begin
     for p in started:
         p.process.kill()
-        p.process.wait()
+        p.process.communicate()
         os.close(p.fd)
 
 
@@ -86,6 +110,44 @@ def test_a_process_lives_as_long_as_its_main_thread_runs_python(start, what):
 def test_a_process_is_silent_when_its_main_thread_does_not_come_back_to_python(start, what):
     p = start(HUNG[what])
     assert p.is_silent() and p.process.poll() is None
+
+
+def test_a_thread_that_hangs_at_its_work_ends_a_process_whose_main_thread_lives(start):
+    p = start(BESIDE + "beside(hangs)")
+    _, said = p.process.communicate(timeout=30)
+    assert p.process.returncode == 1 and "a thread hangs: writing what is lost" in said and "cluster.frozen_s (1 s)" in said
+    assert "in hangs" in said, "where it hangs"
+
+
+@pytest.mark.parametrize("body", ["beside(computes)", "threading.Thread(target=hangs, daemon=True).start(); poll()"], ids=["works slowly", "is not at work"])
+def test_a_thread_that_works_or_waits_for_work_does_not(start, body):
+    p = start(BESIDE + body)
+    with pytest.raises(subprocess.TimeoutExpired):
+        p.process.wait(3)
+    assert p.lives()
+
+
+def test_a_thread_is_silent_since_it_used_the_processor_or_began_something_else():
+    threads = Threads()
+    assert [threads.look({1: ("a", sign)}, 3) for sign in (b"1", b"1", b"1", b"2", b"2", b"2")] == [None] * 6  # found again twice, and twice
+    assert threads.look({1: ("b", b"2"), 2: ("a", b"2")}, 3) == (1, "b")  # the other is new
+    assert threads.look({2: ("a", b"2")}, 3) is None
+    assert threads.look({1: ("b", b"2"), 2: ("a", b"2")}, 3) is None, "it was not at work in between"
+    assert threads.look({1: ("b", b"2"), 2: ("a", b"2")}, 3) == (2, "a")
+
+
+def test_what_a_thread_is_at_ends_with_the_block_and_gives_way_to_the_one_around_it():
+    def mine():
+        return signs().get(threading.get_ident(), (None,))[0]
+
+    with at_work("outer"):
+        with pytest.raises(ValueError), at_work("inner"):
+            assert mine() == "inner"
+            raise ValueError
+        first = signs()[threading.get_ident()]
+        sum(range(100_000))
+        assert mine() == "outer" and signs()[threading.get_ident()] != first
+    assert mine() is None
 
 
 def test_what_a_rank_starts_is_not_deaf_to_the_interrupt_that_its_parent_ignores():

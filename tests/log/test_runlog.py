@@ -2,12 +2,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import h5py
 import pytest
 
 from miles.core import EnvironmentFault
-from miles.log import RunLog
+from miles.core.at_work import signs
+from miles.log import RunLog, runlog
 
 
 def test_rows_keep_their_types_and_order(tmp_path):
@@ -51,3 +53,18 @@ def test_flushed_rows_survive_kill_9(tmp_path):
     child.wait()
     with h5py.File(tmp_path / "k.h5", "r", locking=False) as f:
         assert f["tables/steps"]["step"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_its_thread_says_that_it_is_at_work_while_it_writes_and_not_while_it_waits_for_rows(tmp_path, monkeypatch):
+    real, seen = runlog._append, []
+
+    def append(*args):
+        seen.append((threading.get_ident(), [what for what, _ in signs().values()]))
+        real(*args)
+
+    monkeypatch.setattr(runlog, "_append", append)
+    log = RunLog(tmp_path / "a.h5")
+    assert log._thread.ident not in signs()
+    log.row("steps", step=1)
+    log.close()
+    assert seen == [(log._thread.ident, [f"writing the log {log.path}"])]

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles.core import EnvironmentFault, StaleEpochError
+from miles.core.at_work import signs
 from miles.session import SessionStore, store
 from miles.session.store import (
     Answered,
@@ -164,3 +165,16 @@ def test_killed_while_the_file_is_replaced_nothing_is_lost(tmp_path, monkeypatch
         with pytest.raises(Killed):
             SessionStore(tmp_path / "s", 0, 2)
     assert live(tmp_path / "s") == {"s1": (opened(1), [turn(1)])}
+
+
+def test_its_thread_says_that_it_is_at_work_while_it_writes(tmp_path, monkeypatch):
+    real, seen = os.fdatasync, []
+    monkeypatch.setattr(os, "fdatasync", lambda fd: (seen.append([what for what, _ in signs().values()]), real(fd)))
+
+    async def scenario():
+        sessions = SessionStore(tmp_path / "s", 0, 1)
+        await sessions.append(opened(1))
+        sessions.close()
+
+    asyncio.run(scenario())
+    assert seen == [[f"writing sessions to {tmp_path}/s/r000.e0001.000001.log"]] and not signs()

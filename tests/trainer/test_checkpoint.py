@@ -10,7 +10,9 @@ import worlds
 
 from miles.config import load_config
 from miles.core import EnvironmentFault, StaleEpochError
+from miles.core.at_work import signs
 from miles.rundir import RunDir
+from miles.trainer import checkpoint
 from miles.trainer.checkpoint import begin_checkpoint, describe_file, load_checkpoint
 from miles.trainer.checkpoints import Checkpoints
 
@@ -52,6 +54,13 @@ def test_a_disk_that_takes_no_more_is_an_environment_fault(world, models, tmp_pa
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     with pytest.raises(EnvironmentFault, match="could not be written"):
         saving.finish()
+
+
+def test_the_thread_that_writes_says_so(world, models, tmp_path, monkeypatch):
+    seen, step = [], worlds.build(models["llama"], {})
+    monkeypatch.setattr(checkpoint, "describe_file", lambda path: seen.append([what for what, _ in signs().values()]) or describe_file(path))
+    begin_checkpoint(tmp_path, step.model, step.optimizer).wait()
+    assert set(map(tuple, seen)) == {(f"writing a checkpoint to {tmp_path}",)} and not signs()
 
 
 def test_the_death_of_another_rank_is_no_fault_of_the_disk(world, models, tmp_path, monkeypatch):

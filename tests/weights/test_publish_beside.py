@@ -15,6 +15,7 @@ import torch
 import miles.weights.store
 from miles.config import load_config
 from miles.core import EnvironmentFault
+from miles.core.at_work import signs
 from miles.rundir import RunDir, remove_unfinished
 from miles.weights import publish
 from miles.weights.acks import Ack, write_ack
@@ -83,6 +84,7 @@ def test_while_a_version_is_written_the_weights_change_and_it_is_what_they_were(
         step_of_training(held)
         assert writer.there.acquire(timeout=60)  # all is written
         assert (p.version, WeightStore(run).newest(), publication.done(), len(wakes)) == (step + 1, step or None, False, step)
+        assert f"writing a version to {run.weights_dir}" in [what for what, _ in signs().values()], "so that one that hangs here is noticed"
         writer.go.set()
         assert publication.result(60).version == step + 1 and len(wakes) == step + 1
     assert [WeightStore(run).manifest(v).encoding for v in range(1, 7)] == ["keyframe", *["delta"] * 3, "keyframe", "delta"]
