@@ -316,7 +316,7 @@ def _host(config: MilesConfig, stages: tuple[StagePlan, ...], paused: float) -> 
     trainer, held = config.cluster.trainer, {}
     if paused:
         held["trainer state while engines generate"] = paused
-    if config.algorithm.kl_coefficient:
+    if config.algorithm.kl_coefficient and (config.algorithm.reference or not config.trainer.lora):
         held["reference weights"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
     if config.trainer.lora:
         held["frozen weights under adapters"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB

@@ -47,7 +47,7 @@ from miles.trainer.lora import describe_base
 from miles.trainer.memory import DeviceMemory
 from miles.trainer.model import build_model, build_optimizer
 from miles.trainer.nonfinite import NonFinite
-from miles.trainer.reference import ReferencePolicy
+from miles.trainer.reference import ReferencePolicy, reference_folder
 from miles.trainer.step import StepMetrics, TrainStep
 from miles.trainer.turns import Turns
 from miles.weights.choose import ways
@@ -88,7 +88,7 @@ class Trainer:
         if c.algorithm.critic is not None:
             self.critic = Critic.build(self.model, c.model.path, c.trainer, c.algorithm, self.state_dir / "critic" if self.state_dir else None, **how)
         frontier = self.checkpoints.load(newest, self.model, self.optimizer, self.critic) if newest else None
-        reference = ReferencePolicy(self.model, c.algorithm.reference or c.model.path) if c.algorithm.kl_coefficient else None
+        reference = ReferencePolicy(self.model, reference_folder(c)) if c.algorithm.kl_coefficient else None
         self.step = newest or 0
         if self.turns.shared:
             self.turns.memory = DeviceMemory.of((self.model, self.optimizer), *([(self.critic.model, self.critic.optimizer)] if self.critic else []),

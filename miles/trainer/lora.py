@@ -94,6 +94,10 @@ class LowRankAdapters:
         for w in self._adapted:
             merge(w.base.to(w.weight.device, non_blocking=True), w.a.detach(), w.b.detach(), self._scale, w.weight)
 
+    def merged_and_frozen(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each adapted weight as the model has it, and as it is in host memory. All others are those of the folder."""
+        return [(w.weight, w.base) for w in self._adapted]
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Collective, after the backward passes of a step: the gradients of factors that are whole on ranks that have a shard of the weight each."""

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import torch
 
+from miles.config import MilesConfig
 from miles.core import ConfigError
 from miles.trainer.model import PolicyModel
 from miles.weights.mapping import load_hf, local_weights, read_architecture
+
+
+def reference_folder(config: MilesConfig) -> str | None:
+    """The folder that a reference is read from; None where it is what the adapters are trained on."""
+    return config.algorithm.reference or (None if config.trainer.lora else config.model.path)
 
 
 class ReferencePolicy:
@@ -22,8 +28,12 @@ class ReferencePolicy:
     reference would differ from the start by every token that the engine routed differently.
     """
 
-    def __init__(self, model: PolicyModel, folder: str | Path):
-        """Leaves `model` as it was. Raises ConfigError: the folder has another architecture."""
+    def __init__(self, model: PolicyModel, folder: str | Path | None):
+        """Leaves `model` as it was. folder: None for the frozen weights under the model's adapters, which are in host memory already and change places with
+        the merged ones. Raises ConfigError: the folder has another architecture."""
+        if folder is None:
+            self._live, self._host = map(list, zip(*model.adapters.merged_and_frozen(), strict=True))
+            return
         found = read_architecture(folder, draft=bool(model.arch.draft_layers))
         if found != (wanted := replace(model.arch, adapters=None)):
             raise ConfigError(f"the reference {folder} has the architecture {found}", f"that of model.path: {wanted}", "correct algorithm.reference")

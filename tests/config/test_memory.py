@@ -111,6 +111,9 @@ def test_gradients_and_optimizer_state_of_adapters_worked_by_hand():
     for stage, count in zip(plan.stages, adapters, strict=True):
         assert items(stage)["weights"] == 2 * stage.parameters and (items(stage)["gradients"], items(stage)["optimizer"]) == (4 * count, 12 * count)
     assert any("of frozen weights under adapters" in note for note in plan.notes)
+    held = {reference: [n for n in draft_plan(small(*LORA, *named), SiteConfig(), SMALL).notes if "reference weights" in n]
+            for reference, named in (("frozen", ["algorithm.kl_coefficient=0.1"]), ("named", ["algorithm.kl_coefficient=0.1", "algorithm.reference=other"]))}
+    assert not held["frozen"] and len(held["named"]) == 1  # the frozen weights are the reference where none is named
     alone = draft_plan(small(*LORA, "trainer.lora.targets=['attention']"), SiteConfig(), SMALL)
     assert [items(s)["gradients"] for s in alone.stages] == [4 * 2 * attention] * 2
 

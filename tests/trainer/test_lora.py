@@ -5,8 +5,11 @@ import torch
 import worlds
 from launch import Job, launch
 
+from miles.config import load_config
 from miles.core import ConfigError
 from miles.trainer.checkpoint import begin_checkpoint
+from miles.trainer.reference import reference_folder
+from miles.weights.mapping import local_weights
 
 LORA = {"rank": 4, "alpha": 8.0}
 MOE, LATENT, SPARSE = [2, 2, 8], [1, 2, 8], [3, 2, 8]
@@ -138,6 +141,20 @@ def test_the_reference_policy_is_the_folder(world, models):
     step = worlds.build(models["qwen3_moe"], {}, lora=LORA, algorithm={"kl_coefficient": 0.1})
     figures = [step.run(worlds.sequences(6, i), number=i).reference_kl_mean for i in range(3)]
     assert figures[0] == pytest.approx(0, abs=1e-9) and figures[2] > figures[1] > 0
+    trained, folder = (list(local_weights(s.model.chunks)) for s in (step, worlds.build(models["qwen3_moe"], {})))
+    before = [t.clone() for t in trained]
+    assert not all(torch.equal(a, b) for a, b in zip(trained, folder, strict=True))
+    with step.reference.in_place():
+        assert all(torch.equal(a, b) for a, b in zip(trained, folder, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(trained, before, strict=True)), "bit for bit"
+
+
+def test_the_frozen_weights_are_the_reference_without_a_copy_unless_another_is_named(world, models):
+    adapters = worlds.build(models["qwen3_moe"], {}, lora=LORA, algorithm={"kl_coefficient": 0.1})
+    assert {t.data_ptr() for t in adapters.reference._host} == {w.base.data_ptr() for w in adapters.model.adapters._adapted}
+    lora, named = ("trainer.lora.rank=4", "trainer.lora.alpha=8"), ("algorithm.kl_coefficient=0.1", "algorithm.reference=other")
+    configs = [load_config("configs/tiny_async.toml", options) for options in (lora, (*lora, *named), ())]
+    assert [reference_folder(c) for c in configs] == [None, "other", configs[2].model.path]
 
 
 def test_a_critic_is_trained_whole_beside_the_adapters(world, models, tmp_path):

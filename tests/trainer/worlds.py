@@ -78,7 +78,7 @@ def build(folder: str, layout: dict, *, precision: str = "fp32", replay: bool = 
     how = {"precision": precision, "recompute": recompute, "stages": uneven(stages)}
     model = build_model(folder, lay, routing_replay=replay, mtp=mtp is not None, lora=LoraConfig(**lora) if lora else None, **how)
     a = AlgorithmConfig(**(algorithm or {}))
-    reference = ReferencePolicy(model, a.reference or folder) if a.kl_coefficient else None
+    reference = ReferencePolicy(model, a.reference or (None if lora else folder)) if a.kl_coefficient else None
     optimizer = build_optimizer(model, config.optimizer, folder_in(state_dir), mtp)
     critic = Critic.build(model, folder, config, a, folder_in(state_dir), **how) if a.critic else None
     return TrainStep(model, optimizer, config, a, temperature=temperature, reference=reference, critic=critic)
