@@ -87,6 +87,9 @@ def problems(c: MilesConfig) -> list[str]:
         refuse(f"algorithm: importance_low = {a.importance_low} >= importance_high = {a.importance_high}", "importance_low < importance_high", "change one of them")
     if a.dual_clip is not None and a.name != "grpo":
         refuse(f"algorithm.dual_clip with algorithm.name = {a.name!r}, which has no such bound", "name = 'grpo'", "remove dual_clip")
+    if a.proximal == "current" and (a.dual_clip is not None or a.name in ("gspo", "cispo")):
+        refuse(f"algorithm.{'dual_clip' if a.dual_clip is not None else f'name = {a.name!r}'} with proximal = 'current', under which every ratio is 1 and no bound ever acts",
+               "proximal = 'rollout'", "set algorithm.proximal = 'rollout'" + (", or remove dual_clip" if a.dual_clip is not None else ""))
     if a.name == "gspo" and a.reduction == "token":
         refuse("algorithm.name = 'gspo' with reduction = 'token': a sequence's objective would count as often as it has tokens", "reduction = 'sequence'",
                "set algorithm.reduction = 'sequence'")

@@ -3,13 +3,14 @@
     begin  ->  (steps of training; `poll` after each)  ->  every rank has written  ->  metadata, COMMIT, rename  ->  older ones go
 
 COMMIT holds size and digest of every file. A checkpoint that does not match its COMMIT is set aside at a start as damaged_step_000040, and the one before
-it is taken: so its step gets a whole one when training comes by again. With trainer.lora the folder is one that PEFT loads, too.
+it is taken: so its step gets a whole one when training comes by again. One that cannot be read just now is not damaged: the rank ends, and its step starts again. With trainer.lora the folder is one that PEFT loads, too.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from miles.comm import World
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir, publish_dir, remove_tree, remove_unfinished
 from miles.rundir.publish import explain_os_errors
+from miles.rundir.reread import patiently
 from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
 from miles.trainer.critic import Critic
 from miles.weights.adapters import PEFT_FILES, write_peft
@@ -157,18 +159,19 @@ class Checkpoints:
         return Committed(self._step, oldest, self._copy_s, saving.write_s, sum(size for size, _ in files.values()))
 
     def _damaged(self, step: int) -> list[str]:
-        """Collective: files of a checkpoint that differ from its COMMIT. Each rank reads some."""
+        """Collective: files of a checkpoint that differ from its COMMIT, or are gone. Each rank reads some. Raises OSError: one cannot be read, which says nothing about it."""
         folder = self._path(step)
+        data = patiently((folder / "COMMIT").read_bytes)
         try:
-            commit = msgspec.json.decode((folder / "COMMIT").read_bytes(), type=Commit)
+            commit = msgspec.json.decode(data, type=Commit)
         except (msgspec.MsgspecError, UnicodeDecodeError):
             files, bad = {}, ["COMMIT"]
         else:
             files, bad = commit.files, []
         for name in sorted(files)[self._world.rank::self._world.size]:
             try:
-                found = describe_file(folder / name)
-            except OSError:
+                found = patiently(partial(describe_file, folder / name))
+            except FileNotFoundError:
                 found = None
             if found != files[name]:
                 bad.append(name)

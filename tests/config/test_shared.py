@@ -28,6 +28,8 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     ("configs/tiny_async.toml", ("buffer.capacity_groups=3",), "buffer.capacity_groups = 3 never holds a step of 4 groups; expected >= 4; raise buffer.capacity"),
+    (COLOCATED, ("algorithm.dual_clip=3",), "algorithm.dual_clip with proximal = 'current', under which every ratio is 1.*set algorithm.proximal = 'rollout', or remove dual_clip"),
+    (COLOCATED, ("algorithm.name=cispo",), "algorithm.name = 'cispo' with proximal = 'current'.*set algorithm.proximal = 'rollout'"),
     (COLOCATED, ("algorithm.reference=elsewhere",), "algorithm.reference = 'elsewhere' with algorithm.kl_coefficient = 0, which needs none.*set algorithm.kl_coefficient"),
     *(("configs/tiny_async.toml", (*ADAPTERS, f"weights.transport={transport}"), f"weights.transport = '{transport}' with \\[trainer.lora\\].*expected 'disk'; set weights.transport")
       for transport in ("broadcast", "p2p", "auto")),

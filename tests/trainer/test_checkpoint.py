@@ -1,9 +1,12 @@
 """Checkpoints on one rank; two ranks and other layouts are in test_layouts."""
 
+import errno
+import os
 import pickle
 import resource
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 import worlds
@@ -11,10 +14,12 @@ import worlds
 from miles.config import load_config
 from miles.core import EnvironmentFault, StaleEpochError
 from miles.core.at_work import signs
-from miles.rundir import RunDir
-from miles.trainer import checkpoint
+from miles.rundir import RunDir, reread
+from miles.trainer import checkpoint, checkpoints
 from miles.trainer.checkpoint import begin_checkpoint, describe_file, load_checkpoint
-from miles.trainer.checkpoints import Checkpoints
+from miles.trainer.checkpoints import Checkpoints, Commit
+
+ALONE = SimpleNamespace(leader=True, rank=0, size=1, broadcast_bytes=lambda data: data, gather_bytes=lambda data: [data])
 
 
 @pytest.mark.parametrize(("precision", "steps_before"), [("fp32", 0), ("fp32", 2), ("bf16", 2)])
@@ -112,10 +117,54 @@ def test_a_folder_without_a_checkpoint_is_refused(world, models, tmp_path):
         load_checkpoint(tmp_path, step.model, step.optimizer)
 
 
+@pytest.fixture
+def two_checkpoints(tmp_path):
+    """`newest()` of a run with checkpoints of steps 20 and 40, and their folder."""
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    epoch = run.new_epoch("trainer")
+    for step in (20, 40):
+        folder = run.checkpoints_dir / f"step_{step:06d}"
+        folder.mkdir()
+        (folder / "x.distcp").write_bytes(b"abc")
+        (folder / "COMMIT").write_bytes(msgspec.json.encode(Commit(step, epoch, 0.0, {"x.distcp": describe_file(folder / "x.distcp")})))
+    return Checkpoints(run, ALONE, epoch).newest, run.checkpoints_dir
+
+
+def fails(monkeypatch, times, error):
+    """Reads of the newer checkpoint fail so many times."""
+    left = iter(range(times))
+
+    def describe(path):
+        if "000040" in str(path) and next(left, None) is not None:
+            raise OSError(error, os.strerror(error), str(path))
+        return describe_file(path)
+
+    monkeypatch.setattr(checkpoints, "describe_file", describe)
+    monkeypatch.setattr(reread, "PAUSE_S", 0.0)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EMFILE])
+def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_read_again_and_not_set_aside(two_checkpoints, monkeypatch, error):
+    newest, folder = two_checkpoints
+    with monkeypatch.context() as m:
+        fails(m, 2, error)
+        assert newest() == 40
+    with monkeypatch.context() as m:
+        fails(m, 3, error)
+        with pytest.raises(OSError, match=os.strerror(error)):  # the step starts again
+            newest()
+    assert newest() == 40 and sorted(p.name for p in folder.iterdir()) == ["step_000020", "step_000040"]
+
+
+def test_a_checkpoint_of_which_a_file_is_gone_is_set_aside(two_checkpoints):
+    newest, folder = two_checkpoints
+    (folder / "step_000040" / "x.distcp").unlink()
+    assert newest() == 20 and sorted(p.name for p in folder.iterdir()) == ["damaged_step_000040", "step_000020"]
+
+
 def test_a_fenced_trainer_removes_and_publishes_no_checkpoint(tmp_path):
     run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
-    alone = SimpleNamespace(leader=True, rank=0, size=1, broadcast_bytes=lambda data: data, gather_bytes=lambda data: [data])
-    old, new = (Checkpoints(run, alone, run.new_epoch("trainer")) for _ in range(2))
+    old, new = (Checkpoints(run, ALONE, run.new_epoch("trainer")) for _ in range(2))
     begun = run.checkpoints_dir / ".step_000004.e000002.tmp"  # by the new one
     begun.mkdir()
     with pytest.raises(StaleEpochError):

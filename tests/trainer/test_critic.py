@@ -46,6 +46,7 @@ def test_in_chunks_it_is_the_recursion(items, gamma, lam, chunk):
 
 
 def test_each_sequence_earns_its_reward_with_its_last_sampled_token():
+    assert len(gae_of_sequences(*[np.zeros(0)] * 4, gamma=1.0, lam=1.0)) == 0  # the micro-batch of a rank without sequences
     # sequences of 2 and 1 sampled tokens, values 0: with gamma = lambda = 1 every token has all that is still to come
     found = gae_of_sequences(np.array([3.0, 3.0, -1.0]), np.array([-0.5, -0.25, -0.125]), np.zeros(3), np.array([0, 0, 2]), gamma=1.0, lam=1.0)
     assert found.tolist() == [2.25, 2.75, -1.125]

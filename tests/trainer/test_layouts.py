@@ -71,6 +71,7 @@ def results(models, checkpoints, by_one_rank):
     for reduction in ("token", "sequence"):
         jobs[f"leaves {reduction}"] = Job(worlds.split_rollout, {}, (dense, {}, reduction))
     jobs["idle"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True}, {"ep": 2}, 2, 1, ROUTES))
+    jobs["idle critic"] = Job(worlds.run_steps, {"ep": 2}, (moe, {"replay": True, "algorithm": CRITIC}, {"ep": 2}, 2, 1, ROUTES))
     for kind, name in ROUNDTRIPS:
         model, layout = {"glm": glm, "qwen3": models["qwen3"], "latent": models["deepseek_v3"]}[kind], {name[:2]: 2}
         jobs[f"roundtrip {kind} {name}"] = Job(worlds.roundtrip, layout, (model, layout, 20_000))
@@ -102,10 +103,11 @@ def alone(world, models):
             "products": worlds.run_steps(models["qwen3_moe"], {"replay": True, "algorithm": PRODUCTS}, {}, 2, 6, ROUTES)}
 
 
-def test_a_rank_without_sequences_takes_part(results, world, models):
-    want = worlds.run_steps(models["qwen3_moe"], {"replay": True}, {}, 2, 1, ROUTES)
-    assert [m["loss"] for m in results["idle"][1]] == pytest.approx([m["loss"] for m in want], rel=2e-5)
-    assert [m["grad_norm"] for m in results["idle"][0]] == pytest.approx([m["grad_norm"] for m in want], rel=2e-5)
+@pytest.mark.parametrize(("job", "options"), [("idle", {}), ("idle critic", {"algorithm": CRITIC})], ids=["policy", "critic"])
+def test_a_rank_without_sequences_takes_part(results, world, models, job, options):
+    want = worlds.run_steps(models["qwen3_moe"], {"replay": True, **options}, {}, 2, 1, ROUTES)
+    for name, rank in (("loss", 1), ("grad_norm", 0), *((("critic_loss", 1), ("critic_grad_norm", 0)) if options else ())):
+        assert [m[name] for m in results[job][rank]] == pytest.approx([m[name] for m in want], rel=2e-5)
 
 
 CASES = [("moe", name) for name in MOE_LAYOUTS] + [("dense", name) for name in DENSE_LAYOUTS] + [("latent", name) for name in LATENT_LAYOUTS]

@@ -38,7 +38,7 @@ def gae_of_sequences(final_rewards: np.ndarray, rewards: np.ndarray, values: np.
     """float64 [n], over sequences end to end: token t belongs to `sequence[t]`, non-decreasing. `rewards`: of each token; to the last one of each
     sequence its `final_rewards` (the same for all its tokens) is added."""
     starts = np.flatnonzero(np.diff(sequence, prepend=-1))
-    ends = np.append(starts[1:], len(sequence))
+    ends = np.append(starts, len(sequence))[1:]  # none of none: a rank without sequences has an empty micro-batch
     out = np.zeros(len(sequence))
     for start, end in zip(starts, ends, strict=True):
         part = slice(start, end)
