@@ -12,7 +12,7 @@ from miles.core import EnvironmentFault
 from miles.core.functions import load_function
 
 Filter = Callable[[list[dict]], str]
-"""(summaries of all trajectories, as of `miles.buffer.read_summaries`, in the order of (sample, leaf)) -> "" or a short reason."""
+"""(summaries of all trajectories, as of `miles.buffer.Sealed`) -> "" or a short reason."""
 
 
 def none(summaries: list[dict]) -> str:

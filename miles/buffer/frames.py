@@ -16,7 +16,6 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
@@ -109,11 +108,11 @@ def parse_header(data: bytes, segment: str, offset: int) -> tuple[Header, Place]
     return header, Place(header.sample, segment, offset, at, at + body - offset)
 
 
-def read_frame(fd: int, folder: Path, place: Place, group: int) -> Header:
+def read_frame(fd: int, place: Place, group: int) -> Header:
     """The header of a frame that must be there, in its open segment. Raises StructureError (cause `digest`): it is not."""
     found = parse_header(os.pread(fd, place.body - place.offset, place.offset), place.segment, place.offset)
     if found is None or found[1] != place or found[0].group != group or os.fstat(fd).st_size < place.offset + place.size:
-        raise damaged(f"{folder / place.segment}, byte {place.offset}")
+        raise damaged(f"{place.segment}, byte {place.offset}")
     return found[0]
 
 

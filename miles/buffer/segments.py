@@ -1,11 +1,11 @@
-"""Segment files: finished samples, appended by the one process that made them.
+"""Segment files: what one process has finished, appended by it: samples (`parts/`) by the rank that made them, sealed groups (`groups/`) by the leader.
 
     parts/e000002.node7.4711.0000.seg            epoch, host, process and number of the segment
     parts/p0001.e000002.node7.4711.0000.seg      of a pool (miles.rundir.pooldir): its number and its epoch
 
 A sample is written once, where it was made, by one write and one fsync; groups refer to it. So a group costs the file system a handful of
 operations, however many samples it has, and no process copies the bytes of others. A segment belongs to one writer, so no append is shared. It ends
-at `SEGMENT_BYTES`, or where a write failed: nothing is appended after bytes that may be torn.
+at a limit of bytes, or where a write failed: nothing is appended after bytes that may be torn.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from typing import NamedTuple
 from miles.buffer.frames import Header, Place, read_header
 from miles.rundir.publish import Buffer, explain_os_errors, fsync_dir, write_durably
 
-SEGMENT_BYTES = 64 << 20  # of 10 GB kept there are 160 files, and one that is not full for each writer
 _NAME = re.compile(r"(p(?P<pool>\d+)\.)?e(?P<epoch>\d+)\.(?P<writer>[^.]+\.\d+)\.(?P<number>\d+)\.seg")
 _HOST = socket.gethostname().split(".")[0].replace(".", "-")
 
@@ -52,33 +51,33 @@ class SegmentName:
 
 
 class Written(NamedTuple):
-    """Where a frame begins."""
+    """Where a frame, or a sealed group, begins."""
 
     segment: str  # file name
     offset: int
 
 
 class SegmentWriter:
-    """Appends frames durably. Safe to call from several threads of a process."""
+    """Appends records durably. Safe to call from several threads of a process."""
 
-    def __init__(self, folder: Path, source: Source, fence: Callable[[], None]):
-        """`fence` is called before each new segment and raises when this epoch is over."""
-        self._folder, self._source, self._fence = folder, source, fence
+    def __init__(self, folder: Path, source: Source, limit: int, fence: Callable[[], None]):
+        """`limit`: a segment of so many bytes takes no further record. `fence` is called before each new segment and raises when this epoch is over."""
+        self._folder, self._source, self._limit, self._fence = folder, source, limit, fence
         self._lock, self._fd, self._size, self._number, self._name = threading.Lock(), -1, 0, 0, ""
 
-    def append(self, frame: Sequence[Buffer]) -> Written:
-        """`frame`: its pieces. When it returns, the frame survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): the frame is not there."""
+    def append(self, record: Sequence[Buffer]) -> Written:
+        """`record`: its pieces. When it returns, the record survives kill -9 and power loss. Raises EnvironmentFault (disk full, read-only): it is not there."""
         with self._lock, explain_os_errors(self._folder):
-            if self._fd < 0 or self._size >= SEGMENT_BYTES:
+            if self._fd < 0 or self._size >= self._limit:
                 self._open()
             fd, self._fd = self._fd, -1  # not used again unless all goes well
             try:
-                write_durably(fd, *frame)
+                write_durably(fd, *record)
             except BaseException:
                 os.close(fd)
                 raise
             written = Written(self._name, self._size)
-            self._fd, self._size = fd, self._size + sum(memoryview(piece).nbytes for piece in frame)
+            self._fd, self._size = fd, self._size + sum(memoryview(piece).nbytes for piece in record)
             return written
 
     def close(self) -> None:
@@ -145,15 +144,13 @@ def read_segment(folder: Path, name: SegmentName, offset: int = 0) -> Iterator[t
         os.close(fd)
 
 
-def find_frame(folder: Path, written: Written) -> tuple[Header, Place] | None:
-    """The frame that begins there, None where it is damaged. A file that was just made on another node is found by its name before a listing shows it (NFS)."""
-    fd = os.open(folder / written.segment, os.O_RDONLY)
-    try:
-        return read_header(fd, written.segment, written.offset, os.fstat(fd).st_size)
-    finally:
-        os.close(fd)
-
-
 def segments(folder: Path) -> list[SegmentName]:
     """All segments, in order."""
     return sorted(n for name in os.listdir(folder) if (n := SegmentName.parse(name)) is not None)
+
+
+def may_grow(names: Sequence[SegmentName], epoch_of: Callable[[int], int]) -> Callable[[SegmentName], bool]:
+    """Whether a segment's writer may still append to it, the segments of a folder being `names`: it is the newest of its writer, in the newest epoch of its pool."""
+    last = {(n.source, n.writer): n.number for n in names}
+    epochs = {pool: epoch_of(pool) for pool in {n.source.pool for n in names}}
+    return lambda n: n.source.epoch >= epochs[n.source.pool] and n.number == last[n.source, n.writer]

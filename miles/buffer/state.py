@@ -2,7 +2,8 @@
 
 Rollout records say what was made (`start`, `ready`, `drop`), trainer records what was consumed (`restore`, `taken`, `trained`, `stale`).
 The two halves touch different fields, so the fold gives the same state however the two journals interleave; within one role,
-records apply in epoch order. A trainer that restarts from the checkpoint of step s writes `restore` first: whatever an earlier epoch took
+records apply in epoch order. Of two `ready` records of a group the last in this order counts, which is that of the newest epoch: what a fenced leader, past
+its check, still says of a group that its successor has sealed changes nothing, whenever it is read. A trainer that restarts from the checkpoint of step s writes `restore` first: whatever an earlier epoch took
 or trained after s is undone, because those weights are gone. So a group is trained at most once on the lineage of the final weights.
 """
 
@@ -25,6 +26,16 @@ class Status(enum.StrEnum):
     DROPPED = "dropped"
 
 
+@dataclass(frozen=True)
+class SealedAt:
+    """Where the record of a sealed group lies (miles.buffer.storage)."""
+
+    group: int
+    segment: str  # file name
+    offset: int
+    size: int  # bytes
+
+
 @dataclass
 class GroupInfo:
     """One group's life. `step` is the optimizer step (1-based) that took or trained it."""
@@ -41,6 +52,7 @@ class GroupInfo:
     tokens: int = 0
     reward_mean: float = 0.0  # over samples
     bytes: int = 0  # stored
+    sealed: SealedAt | None = None  # of a group that is or was ready; None in the simulator, which stores nothing
     dropped: str = ""  # reason
     retried: bool = False  # the rollout side has started a replacement
     step: int | None = None
@@ -69,7 +81,8 @@ class BufferState:
     def clear(self) -> None:
         """Forget all records."""
         self.groups: dict[int, GroupInfo] = {}
-        self.in_segment: dict[str, list[int]] = {}  # segment -> sealed groups with samples in it
+        self.in_segment: dict[str, list[int]] = {}  # segment of parts -> groups with samples in it, by any of their `ready` records
+        self.in_sealed: dict[str, list[int]] = {}  # segment of sealed groups -> groups whose `ready` records name it
         self._to_retry: dict[str, list[int]] = {"stale": [], "filter": []}  # dropped groups; heaps, the first dropped group first
         self._ready_count = self._fresh_count = 0
         self._next_id = 0
@@ -110,12 +123,15 @@ class BufferState:
             return [g, replaced]
         if kind == "ready":
             g = self._group(record["group"])
-            if not g.ready:
-                g.ready, g.ready_order = True, self._ready_count
+            at = SealedAt(g.group_id, *record["sealed"]) if "sealed" in record else None
+            if not g.ready or g.sealed != at:
+                g.ready, g.ready_order, g.sealed = True, self._ready_count, at
                 _note_figures(g, record)
                 g.bytes = record.get("bytes", 0)
                 for segment in record.get("segments", ()):
                     self.in_segment.setdefault(segment, []).append(g.group_id)
+                if at is not None:
+                    self.in_sealed.setdefault(at.segment, []).append(g.group_id)
                 self._ready_count += 1
             return [g]
         if kind in ("drop", "stale"):

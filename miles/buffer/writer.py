@@ -21,15 +21,16 @@ def write_part(run: RunDir, epoch: int, leaves: Sequence[Trajectory]) -> Written
 
 
 class BufferWriter:
-    """The rollout leader's end of the buffer. Order of durability: parts, sealed file, `ready` record; killed at any line, the next leader finds either
-    the parts (and seals) or the sealed file as well (and journals it). Parts are removed with their segment, by `TrainerQueue.retire`."""
+    """The rollout leader's end of the buffer. Order of durability: parts, sealed group, `ready` record; killed at any line before the last, the next leader finds
+    the parts and seals. All of it is removed by whole segments, by `TrainerQueue.retire`. `journal`: what it has said, for a `BufferView` of this process."""
 
     def __init__(self, run: RunDir, epoch: int):
         self._run, self._epoch = run, epoch
         run.check_epoch(Role.ROLLOUT, epoch)
         self._filter = load_filter(run.config.buffer.filter)
-        self._journal = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, epoch))
+        self.journal = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, epoch))
         self._parts = storage.Parts(run.buffer_dir, Source(0, epoch))
+        self._sealed = storage.sealed_writer(run.buffer_dir, Source(0, epoch), self._check)
 
     def finished_parts(self, groups: Collection[int]) -> dict[int, list[int]]:
         """Samples on disk of these groups, which are open; those of all others are forgotten."""
@@ -54,6 +55,7 @@ class BufferWriter:
         self._parts.told(group_id, sample, Written(segment, offset))
 
     def start(self, group_id: int, task_id: str, retry_of: int | None = None) -> None:
+        self._parts.expect(group_id)
         self._append({"kind": "start", "group": group_id, "task": task_id, **({} if retry_of is None else {"retry_of": retry_of})})
 
     def seal(self, group_id: int, samples: Sequence[int]) -> list[int]:
@@ -61,8 +63,6 @@ class BufferWriter:
 
         Parts that cannot be read are left out: returns their samples. Where that leaves a group of one, which has no baseline, the group is dropped (`damaged_parts`).
         """
-        self._parts.poll()
-        self._parts.look_up(group_id, samples)
         parts = self._parts.of(group_id, samples)
         if lost := sorted(set(samples) - parts.keys()):
             print(f"g{group_id}: the parts of samples {lost} cannot be read and are left out", flush=True)
@@ -72,25 +72,30 @@ class BufferWriter:
         elif reason := self._filter(items):
             self._append({"kind": "drop", "group": group_id, "reason": f"filter:{reason}", **_figures(items)})
         else:
-            sealed = storage.seal(self._run.buffer_dir, group_id, parts)
-            self._append({"kind": "ready", "group": group_id, **_figures(sealed.summaries), "bytes": sum(p.size for p in sealed.places),
-                          "segments": sorted({p.segment for p in sealed.places})})
+            at = storage.seal(self._sealed, group_id, parts)
+            places = [part.place for part in parts.values()]
+            self._append({"kind": "ready", "group": group_id, **_figures(items), "bytes": at.size + sum(p.size for p in places),
+                          "segments": sorted({p.segment for p in places}), "sealed": [at.segment, at.offset, at.size]})
         self._parts.forget(group_id)
         return lost
 
     def drop(self, group_id: int, reason: str) -> None:
         """Drop a group of which too little is left, with the figures of the samples that it has."""
-        self._parts.poll()
-        items = [i for part in self._parts.groups.get(group_id, {}).values() for i in part.summaries]
+        items = [i for part in self._parts.all_of(group_id).values() for i in part.summaries]
         self._append({"kind": "drop", "group": group_id, "reason": reason, **_figures(items)})
         self._parts.forget(group_id)
 
     def close(self) -> None:
-        self._journal.close()
+        self._parts.close()
+        self._sealed.close()
+        self.journal.close()
 
     def _append(self, record: dict) -> None:
+        self._check()
+        self.journal.append(record)
+
+    def _check(self) -> None:
         self._run.check_epoch(Role.ROLLOUT, self._epoch)
-        self._journal.append(record)
 
 
 def _figures(items: list[dict]) -> dict:

@@ -50,6 +50,7 @@ class Leader:
         self._view = BufferView(run)
         self._view.poll()
         self._writer = BufferWriter(run, epoch)
+        self._view.own(self._writer.journal)
         parts = self._writer.finished_parts([g.group_id for g in self._view.state.with_status(Status.OPEN)])
         self._scheduler = Scheduler(rules_from_config(run.config, max(tasks.values())), list(tasks), self._view.state, parts, holders=range(world.size))
         self._pools = Pools(run, epoch, self._scheduler, self._writer, log)
@@ -154,7 +155,7 @@ class Leader:
                     log_lost(self._log, group_id, sample, self._view.state.groups[group_id].task_id, -1, "dropped:part")
             case Drop(group_id, reason):
                 self._writer.drop(group_id, reason)
-        self._view.poll()
+        self._view.poll_own()
         if isinstance(action, Seal):
             self._link.wake()
 

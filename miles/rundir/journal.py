@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import xxhash
@@ -19,17 +19,21 @@ from miles.core import EnvironmentFault
 from miles.rundir.publish import explain_os_errors, fsync_dir, write_durably
 
 
-def encode(record: dict[str, Any]) -> bytes:
+T = TypeVar("T")
+
+
+def encode(record: Any) -> bytes:
+    """The line of a record: a dict or a msgspec.Struct."""
     body = msgspec.json.encode(record)
     return f"{xxhash.xxh32_hexdigest(body)} ".encode() + body + b"\n"
 
 
-def decode(line: bytes) -> dict[str, Any] | None:
+def decode(line: bytes, kind: type[T] = dict[str, Any]) -> T | None:
     """The record of one complete line, or None when it is torn."""
     check, sep, body = line.rstrip(b"\n").partition(b" ")
     if not sep or xxhash.xxh32_hexdigest(body).encode() != check:
         return None
-    return msgspec.json.decode(body)
+    return msgspec.json.decode(body, type=kind)
 
 
 class JournalWriter:
@@ -42,7 +46,7 @@ class JournalWriter:
         with explain_os_errors(path):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
-                self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+                self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
             except FileExistsError:
                 raise EnvironmentFault(f"journal {path} exists already", "one journal per writer and epoch",
                                        "start the role through the supervisor, which gives each start its own epoch") from None
@@ -59,21 +63,31 @@ class JournalWriter:
             write_durably(self._fd, data)
         self._failed = False
 
+    def reader(self) -> JournalReader:
+        """What is in it, read from its beginning without opening it again."""
+        return JournalReader(self.path, self._fd)
+
     def close(self) -> None:
         os.close(self._fd)
 
 
 class JournalReader:
-    """Follows one journal file: each `poll` returns the complete records that were added since the last."""
+    """Follows one journal file: each `poll` returns the complete records that were added since the last.
 
-    def __init__(self, path: Path):
-        self.path, self._offset = path, 0
+    It opens the file each time, because an NFS client shows what others have appended to a file when it is opened; `fd` is for the process that appends.
+    """
+
+    def __init__(self, path: Path, fd: int | None = None):
+        self.path, self._fd, self._offset = path, fd, 0
 
     def poll(self) -> list[dict[str, Any]]:
         try:
-            with open(self.path, "rb") as f:
-                f.seek(self._offset)
-                data = f.read()
+            if self._fd is None:
+                with open(self.path, "rb") as f:
+                    f.seek(self._offset)
+                    data = f.read()
+            else:
+                data = os.pread(self._fd, os.fstat(self._fd).st_size - self._offset, self._offset)
         except FileNotFoundError:
             return []
         out, lines = [], data.split(b"\n")[:-1]  # what stands behind the last newline is torn, or still being written

@@ -57,24 +57,6 @@ def publish_bytes(final: Path, data: bytes, *, mode: int = 0o644) -> None:
         fsync_dir(final.parent)
 
 
-def create_bytes(final: Path, data: bytes) -> None:
-    """Create `final` with exactly `data`, durably, if it is not there: two operations on the file system where `publish_bytes` takes three.
-
-    For files that carry their own checksum and that nobody looks at before a journal says that they are there: killed within, it leaves a torn one.
-    Raises EnvironmentFault when the file system is full or read-only; FileExistsError; FileNotFoundError: there is no such folder.
-    """
-    with explain_os_errors(final):
-        fd = os.open(final, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        try:
-            write_durably(fd, data)
-        except BaseException:
-            final.unlink(missing_ok=True)
-            raise
-        finally:
-            os.close(fd)
-        fsync_dir(final.parent)
-
-
 def publish_file(tmp: Path, final: Path) -> None:
     """fsync a file already written under `temp_path(final)` and rename it into place."""
     with explain_os_errors(final):

@@ -1,7 +1,7 @@
 """From the buffer to this rank's sequences: the leader takes groups and plans, every rank reads only what it trains on.
 
 One message per step goes from the leader to all ranks: which trajectories, their advantages, and the weight version being trained; or
-that it is time to stop. Bulk data is read by each rank from the sealed files.
+that it is time to stop. The message says where each trajectory lies, and each rank reads there what it trains on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from miles.buffer import UNREADABLE, GroupReader, TrainerQueue, read_summaries
+from miles.buffer import UNREADABLE, GroupInfo, GroupReader, Sealed, Stored, TrainerQueue
 from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import StructureError
@@ -30,15 +30,22 @@ IDLE_S = 0.005
 class Item(msgspec.Struct, frozen=True, array_like=True):
     """One trajectory of a step: where it lies and what its group makes of its sample's reward."""
 
-    group: int
-    index: int  # in the sealed file
-    sample: int  # which it is a leaf of
+    stored: Stored
     length: int
     reward: float
     oldest_version: int
     exact: bool
     routed: bool  # with routes of this model
     advantage: float = 0.0  # known when the step is complete
+
+    @property
+    def group(self) -> int:
+        return self.stored.group
+
+    @property
+    def sample(self) -> int:
+        """Which it is a leaf of."""
+        return self.stored.place.sample
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -90,6 +97,7 @@ class Feed:
         self._advantage = load_advantage(run.config.algorithm.advantage)
         self._stop_requested, self._checkpoint_written, self._while_waiting = stop_requested, checkpoint_written, while_waiting
         self._late, self._republish = late, republish
+        self._reader = GroupReader(run.buffer_dir)
 
     def next(self, step: int) -> Batch:
         """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end, with `commit` set when a
@@ -118,6 +126,9 @@ class Feed:
                     self._queue.drop(group, "digest")
             kept, waited, stale = [i for i in plan.items if i.group not in bad], plan.wait_s, plan.dropped_stale
 
+    def close(self) -> None:
+        self._reader.close()
+
     # -- leader --------------------------------------------------------------------------------------------------------------
     def _plan(self, step: int, kept: list[Item], waited: float, stale: int) -> Plan:
         c: MilesConfig = self._run.config
@@ -140,7 +151,7 @@ class Feed:
                 got = self._queue.take(wanted - len(taken), version, step)
                 if got is not None:
                     stale += len(got.stale)
-                    found = {g.group_id: self._items_or_drop(g.group_id) for g in got.groups}
+                    found = {g.group_id: self._items_or_drop(g) for g in got.groups}
                     taken |= {group: items for group, items in found.items() if items}
                     looked = 0.0 if len(taken) < len(found) else looked  # what was dropped is replaced at once by what waits
                     if got.stale:
@@ -151,27 +162,25 @@ class Feed:
         items = [*kept, *(i for items in taken.values() for i in items)]
         return Plan(step, version, self._with_advantages(items), waited + time.monotonic() - start, stale)
 
-    def _items_or_drop(self, group: int) -> list[Item]:
-        """Items of a group; none when its file is gone or damaged: then it is dropped, and another takes its place."""
+    def _items_or_drop(self, group: GroupInfo) -> list[Item]:
+        """Items of a group; none when its sealed record is gone or damaged: then it is dropped, and another takes its place."""
         try:
-            summaries = read_summaries(self._run.buffer_dir, group)
+            return self._items(self._reader.sealed(group.sealed))
         except FileNotFoundError:
-            self._queue.drop(group, "missing")
+            self._queue.drop(group.group_id, "missing")
         except UNREADABLE:
-            self._queue.drop(group, "digest")
-        else:
-            return self._items(group, summaries)
+            self._queue.drop(group.group_id, "digest")
         return []
 
-    def _items(self, group: int, summaries: list[dict]) -> list[Item]:
+    def _items(self, sealed: Sealed) -> list[Item]:
         expected, out = self._train_step.routes_shape, []
-        for n, s in enumerate(summaries):
+        for stored, s in zip(sealed.trajectories, sealed.summaries, strict=True):
             found = s["routes_shape"]
             routed = expected is not None and found is not None and tuple(found) == expected
             if self._train_step.routing_replay and not routed:
-                raise StructureError(f"group {group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
+                raise StructureError(f"group {sealed.group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-            out.append(Item(group, n, s["sample"], s["length"], s["reward"], s["oldest_version"], s["exact"], routed))
+            out.append(Item(stored, s["length"], s["reward"], s["oldest_version"], s["exact"], routed))
         return out
 
     def _with_advantages(self, items: list[Item]) -> list[Item]:
@@ -194,15 +203,14 @@ class Feed:
         all of the step have some; and the groups of the others."""
         layers, number = self._train_step.layers if all(i.routed for i in plan.items) else [], {key: n for n, key in enumerate(plan.rollouts)}
         sequences, bad = [], set()
-        with GroupReader(self._run.buffer_dir) as reader:
-            reads = reader.slices(((i.group, i.index) for i in items), layers, self._train_step.held_rows)
-            for item, read in zip(items, reads, strict=True):
-                try:
-                    t, routes = read.result()
-                except UNREADABLE:
-                    bad.add(item.group)
-                    continue
-                sequences.append(Sequence(
-                    tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes if layers else None,
-                    advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
+        reads = self._reader.slices((i.stored for i in items), layers, self._train_step.held_rows)
+        for item, read in zip(items, reads, strict=True):
+            try:
+                t, routes = read.result()
+            except UNREADABLE:
+                bad.add(item.group)
+                continue
+            sequences.append(Sequence(
+                tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes if layers else None,
+                advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
         return sequences, bad

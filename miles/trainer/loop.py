@@ -274,6 +274,7 @@ class Trainer:
 
     def close(self, code: int) -> int:
         dist.barrier()
+        self.feed.close()
         if self.log is not None:
             self.log.close()
         close_distributed()

@@ -5,25 +5,25 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from miles.buffer import (
     BufferState,
-    BufferView,
     BufferWriter,
+    GroupReader,
     Status,
     TrainerQueue,
-    group_path,
-    read_group,
-    read_summaries,
+    stored_groups,
     write_part,
 )
+from miles.buffer import storage
 from miles.buffer.frames import read_frame
 from miles.buffer.segments import SegmentName, Source, segments
-from miles.buffer.storage import parts_dir, read_sealed
+from miles.buffer.storage import parts_dir
 from miles.config import load_config
 from miles.core import NO_VERSION, StaleEpochError, StructureError, Trajectory
 from miles.rundir import PoolDir, PoolFacts, RunDir
-from tests.buffer.parts import finished_parts, read_one, read_slice, seal_parts
+from tests.buffer.parts import finished_parts, group_of, read_one, read_slice, seal_parts, sealed_file, sealed_of, state_of
 
 
 def trajectory(group=0, sample=0, version=1, reward=1.0, n=6):
@@ -58,14 +58,33 @@ def queue(run, step=0):
 
 def test_a_sealed_group_reads_back_equal(run, writer):
     put(run, writer, 7)
-    g = read_group(run.buffer_dir, 7)
+    g = group_of(run, 7)
     for s, t in enumerate(g.trajectories):
         expected = trajectory(7, s, 1, reward=float(s))
         for name in ("tokens", "loss_mask", "logprobs", "versions", "routes"):
             a, b = getattr(t, name), getattr(expected, name)
             assert a.dtype == b.dtype and np.array_equal(a, b), name
         assert (t.reward, t.sample, t.exact) == (float(s), s, True)
-    assert [i["length"] for i in read_summaries(run.buffer_dir, 7)] == [6, 6]
+    assert [i["length"] for i in sealed_of(run, 7).summaries] == [6, 6]
+
+
+def test_what_lies_where_another_group_or_another_sample_was_expected_is_not_believed(run, writer):
+    put(run, writer, 7)
+    put(run, writer, 8)
+    with GroupReader(run.buffer_dir) as reader:
+        at = state_of(run).groups[7].sealed
+        first, second = reader.sealed(at).trajectories
+        other = reader.sealed(state_of(run).groups[8].sealed).trajectories[0]
+        for wrong in (replace(at, group=8), replace(at, offset=at.offset + 1), replace(at, size=at.size - 2), replace(at, size=at.size + 1)):
+            with pytest.raises(StructureError) as e:
+                reader.sealed(wrong)
+            assert e.value.cause == "digest"
+        for wrong in (structs.replace(first, group=8), structs.replace(first, place=other.place), structs.replace(first, place=structs.replace(second.place, sample=0)),
+                      structs.replace(first, place=structs.replace(first.place, size=first.place.size + 1))):
+            with pytest.raises(StructureError) as e:
+                reader.slice(wrong)
+            assert e.value.cause == "digest"
+        assert reader.trajectory(first).sample == 0
 
 
 def test_groups_are_taken_first_sealed_first_and_once(run, writer):
@@ -123,7 +142,7 @@ def test_what_an_old_rank_appends_after_a_new_leader_has_started_is_not_seen(run
     write_part(run, 1, [trajectory(0, 1, reward=0.75)])
     write_part(run, 2, [trajectory(0, 1, reward=0.5)])
     second.seal(0, [0, 1])
-    assert [t.reward for t in read_group(run.buffer_dir, 0).trajectories] == [0.25, 0.5]
+    assert [t.reward for t in group_of(run, 0).trajectories] == [0.25, 0.5]
 
 
 def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, writer):
@@ -133,14 +152,13 @@ def test_a_leader_killed_between_seal_and_record_is_completed_by_the_next(run, w
     seal_parts(run.buffer_dir, 5, [0, 1])  # ... and dead before `ready`
     second = BufferWriter(run, run.new_epoch("rollout"))
     second.seal(5, [0, 1])
-    view = BufferView(run)
-    view.poll()
-    assert [g.group_id for g in view.state.ready_in_order()] == [5]
+    assert [g.group_id for g in state_of(run).ready_in_order()] == [5] and len(group_of(run, 5).trajectories) == 2
+    assert sealed_file(run, 5).name.startswith("e000002."), "what the first left is not looked at"
 
 
 def flip(run, group, sample, offset, *, from_end=False):
     """Flip one bit in the body of a stored sample."""
-    place = next(p for p in read_sealed(run.buffer_dir, group).places if p.sample == sample)
+    place = next(p for p in sealed_of(run, group).places if p.sample == sample)
     at = place.offset + place.size - 1 - offset if from_end else place.body + offset
     with open(parts_dir(run.buffer_dir) / place.segment, "r+b") as f:
         f.seek(at)
@@ -152,19 +170,19 @@ def flip(run, group, sample, offset, *, from_end=False):
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_flipped_bit_anywhere_in_a_sample_is_found(run, data):
-    if not group_path(run.buffer_dir, 0).exists():
+    if 0 not in state_of(run).groups:
         put(run, BufferWriter(run, run.new_epoch("rollout")), 0)
-    place = read_sealed(run.buffer_dir, 0).places[1]
+    place = sealed_of(run, 0).places[1]
     offset = data.draw(st.integers(0, place.size - 1))
     flip(run, 0, 1, offset, from_end=True)
     try:
         assert read_one(run, 0, 0).sample == 0  # the other sample is whole
         with pytest.raises(StructureError) as e:
-            read_group(run.buffer_dir, 0)
+            group_of(run, 0)
         assert e.value.cause == "digest"
     finally:
         flip(run, 0, 1, offset, from_end=True)
-    read_group(run.buffer_dir, 0)
+    group_of(run, 0)
 
 
 def test_layers_and_rows_are_read_alone_and_verified_alone(run, writer):
@@ -176,13 +194,13 @@ def test_layers_and_rows_are_read_alone_and_verified_alone(run, writer):
     assert np.array_equal(read_slice(run, 0, 0, slice(2, 4)), expected[:, 2:4])
     assert read_slice(run, 0, 0, ()).shape == (5000, 0, 4)
     assert np.array_equal(read_slice(run, 0, 0, [1], lambda fed: ((0, 10), (fed - 10, fed))), expected[[*range(10), *range(4990, 5000)]][:, [1]])
-    assert read_summaries(run.buffer_dir, 0)[0]["routes_shape"] == [6, 4]
+    assert sealed_of(run, 0).summaries[0]["routes_shape"] == [6, 4]
     flip(run, 0, 0, 0, from_end=True)  # in the last rows of the last layer
     assert np.array_equal(read_slice(run, 0, 0, range(5)), expected[:, :5])
     assert np.array_equal(read_slice(run, 0, 0, [5], lambda fed: [(0, 4096)]), expected[:4096, [5]])
     with pytest.raises(StructureError, match="layers 5 .. 5, rows 4096 .. is not what was written"):
         read_slice(run, 0, 0, [5])
-    place = read_sealed(run.buffer_dir, 0).places[0]
+    place = sealed_of(run, 0).places[0]
     flip(run, 0, 0, place.offset + place.size - place.body - leaf_of(run, place).sizes[-1])  # in the header of the routes
     with pytest.raises(StructureError):
         read_slice(run, 0, 0, ())
@@ -190,10 +208,13 @@ def test_layers_and_rows_are_read_alone_and_verified_alone(run, writer):
 
 def leaf_of(run, place):
     with open(parts_dir(run.buffer_dir) / place.segment, "rb") as f:
-        return read_frame(f.fileno(), parts_dir(run.buffer_dir), place, 0).leaves[0]
+        return read_frame(f.fileno(), place, 0).leaves[0]
 
 
-def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
+def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer, monkeypatch):
+    monkeypatch.setattr(storage, "SEALED_BYTES", 1)
+    monkeypatch.setattr(storage, "PARTS_BYTES", 1)
+    writer = BufferWriter(run, run.new_epoch("rollout"))
     q = queue(run)
     for g in range(3):
         put(run, writer, g)
@@ -203,7 +224,7 @@ def test_trained_groups_beyond_the_budget_go_oldest_first(run, writer):
     size = q.state.groups[0].bytes
     q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 1.5 * size / 1e9})})
     assert q.retire(up_to_step=3) == 2
-    assert [group_path(run.buffer_dir, g).exists() for g in range(3)] == [False, False, True]
+    assert stored_groups(run.buffer_dir, q.state) == [2]
 
 
 @settings(max_examples=60)
@@ -257,7 +278,7 @@ def test_samples_of_a_pool_are_sealed_while_it_is_followed_and_what_it_left_befo
     write_part(pool, 1, [trajectory(0, 2)])  # its segment was open: no fence is asked
     assert writer.has_part(0, 1)
     writer.seal(0, [0, 1, 2])
-    assert [t.sample for t in read_group(run.buffer_dir, 0).trajectories] == [0, 1]
+    assert [t.sample for t in group_of(run, 0).trajectories] == [0, 1]
 
 
 def test_the_last_segment_of_a_pool_goes_when_its_epoch_is_over(run, writer, pool):
@@ -299,4 +320,4 @@ def test_a_segment_stays_for_a_group_that_was_sealed_from_it_after_the_trainer_h
     q.trained([0], 1, 1)
     q._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 0.0})})
     q.retire(up_to_step=1)
-    assert [t.sample for t in read_group(run.buffer_dir, 1).trajectories] == [0, 1]
+    assert [t.sample for t in group_of(run, 1).trajectories] == [0, 1]

@@ -6,7 +6,7 @@ import sys
 import h5py
 import numpy as np
 
-from miles.buffer import group_path
+from tests.buffer.parts import sealed_file, state_of
 from tests.buffer.test_buffer import put, run, trajectory, writer  # noqa: F401  (fixtures)
 
 
@@ -31,7 +31,10 @@ def test_what_is_stored_is_listed_and_written_as_it_is(run, writer, tmp_path):  
 def test_a_damaged_group_is_named_and_the_others_are_written(run, writer, tmp_path):  # noqa: F811
     put(run, writer, 3)
     put(run, writer, 4)
-    group_path(run.buffer_dir, 3).write_bytes(b"{}\n")
+    at, path = state_of(run).groups[3].sealed, sealed_file(run, 3)
+    data = bytearray(path.read_bytes())
+    data[at.offset + at.size // 2] ^= 1
+    path.write_bytes(data)
     result = tool(run.path, tmp_path / "all.h5")
     assert result.returncode == 1 and "group 3 not read" in result.stderr and "1 groups in" in result.stdout
     listing = tool(run.path)

@@ -8,13 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_buffer import put, trajectory
 
-from miles.buffer import BufferState, BufferView, BufferWriter, Status, group_path, write_part
+from miles.buffer import BufferState, BufferView, BufferWriter, Status, stored_groups, write_part
 from miles.buffer.filters import equal_rewards, load_filter
+from miles.buffer.storage import sealed_in
 from miles.config import load_config
 from miles.core import ConfigError, EnvironmentFault
 from miles.rollout.leader import rules_from_config
 from miles.rollout.scheduler import Rules, Scheduler, Start
 from miles.rundir import RunDir
+from tests.buffer.parts import sealed_file
 
 
 def make(tmp_path, *settings):
@@ -54,7 +56,7 @@ def test_a_group_with_equal_rewards_is_dropped_when_sealed_and_leaves_no_file(tm
     assert state.dropped_by_reason() == {"filter:equal_rewards": 1}
     g = state.groups[1]
     assert (g.trajectories, g.samples, g.tokens, g.reward_mean, g.oldest_version) == (3, 3, 30, 1.0, 4)  # what was dropped is known
-    assert not group_path(run.buffer_dir, 1).exists()
+    assert sealed_in(sealed_file(run, 0)) == {0} == set(stored_groups(run.buffer_dir, state))
 
 
 def test_the_filter_decides_the_same_again_after_a_leader_died_before_its_record(tmp_path):

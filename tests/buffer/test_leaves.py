@@ -10,17 +10,17 @@ import pytest
 from miles.buffer import (
     BufferView,
     BufferWriter,
+    GroupReader,
     Status,
     TrainerQueue,
     read_group,
-    read_summaries,
     write_part,
 )
 from miles.buffer.storage import Parts, write_part_file
 from miles.config import load_config
 from miles.core import NO_VERSION, StructureError, Trajectory
 from miles.rundir import RunDir
-from tests.buffer.parts import finished_parts, read_one, seal_parts
+from tests.buffer.parts import finished_parts, group_of, read_one, seal_parts, sealed_of
 
 
 def leaf(group, sample, number, mask, *, reward=1.0, version=1, first_token=0, routes=True):
@@ -64,10 +64,10 @@ def test_a_group_holds_all_leaves_in_the_order_of_sample_and_leaf(run):
     samples = three_leaves()
     put(run, dict(reversed(samples.items())))
     expected = [*samples[0], *samples[2]]
-    group = read_group(run.buffer_dir, 4)
+    group = group_of(run, 4)
     assert len(group.trajectories) == 3 and all(equal(a, b) for a, b in zip(group.trajectories, expected, strict=True))
     assert all(equal(read_one(run, 4, n), t) for n, t in enumerate(expected))
-    assert [(s["sample"], s["leaf"], s["length"], s["oldest_version"]) for s in read_summaries(run.buffer_dir, 4)] == [(0, 0, 5, 3), (0, 1, 6, 2), (2, 0, 3, 4)]
+    assert [(s["sample"], s["leaf"], s["length"], s["oldest_version"]) for s in sealed_of(run, 4).summaries] == [(0, 0, 5, 3), (0, 1, 6, 2), (2, 0, 3, 4)]
 
 
 def test_the_journal_counts_sequences_and_samples_and_a_reward_once_for_each_sample(run):
@@ -90,8 +90,8 @@ def test_a_sample_written_again_replaces_all_its_leaves(run):
     write_part_file(run.buffer_dir, samples[0])
     write_part_file(run.buffer_dir, samples[0][:1])
     write_part_file(run.buffer_dir, samples[2])
-    seal_parts(run.buffer_dir, 4, [0, 2])
-    assert [(t.sample, t.leaf) for t in read_group(run.buffer_dir, 4).trajectories] == [(0, 0), (2, 0)]
+    at = seal_parts(run.buffer_dir, 4, [0, 2])
+    assert [(t.sample, t.leaf) for t in read_group(run.buffer_dir, at).trajectories] == [(0, 0), (2, 0)]
 
 
 @pytest.mark.parametrize("change", [{"leaf": 2}, {"leaf": 0}, {"sample": 1}, {"reward": 0.5}, {"finish_reason": "length"}, {"group_id": 5}, {"task_id": "u"}])
@@ -105,9 +105,11 @@ def test_what_is_not_the_leaves_of_one_sample_is_refused(run, change):
 def test_the_thousandth_leaf_comes_after_the_others(run):
     many = [leaf(4, 0, n, [0, 1], first_token=n, routes=False) for n in range(1002)]
     write_part_file(run.buffer_dir, many)
-    seal_parts(run.buffer_dir, 4, [0])
-    assert [s["leaf"] for s in read_summaries(run.buffer_dir, 4)] == list(range(1002))
-    assert read_one(run, 4, 1001).tokens.tolist() == [1001, 1002]
+    at = seal_parts(run.buffer_dir, 4, [0])
+    with GroupReader(run.buffer_dir) as reader:
+        sealed = reader.sealed(at)
+        assert [s["leaf"] for s in sealed.summaries] == list(range(1002))
+        assert reader.trajectory(sealed.trajectories[1001]).tokens.tolist() == [1001, 1002]
 
 
 def carry_on(run):
@@ -168,7 +170,7 @@ def test_killed_before_any_call_the_group_comes_whole_and_once(tmp_path):
         view = BufferView(run)
         view.poll()
         assert [(g.group_id, g.trajectories, g.samples) for g in view.state.with_status(Status.READY)] == [(4, 3, 2)], number
-        assert all(equal(a, b) for a, b in zip(read_group(run.buffer_dir, 4).trajectories, expected, strict=True)), number
+        assert all(equal(a, b) for a, b in zip(group_of(run, 4).trajectories, expected, strict=True)), number
         if not died:
             break
     assert number > 12  # segment (open, folder), parts (write, fsync), sealing (open, write, fsync, folder), records

@@ -8,6 +8,7 @@ import contextlib
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -15,11 +16,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from test_buffer import trajectory
 
-from miles.buffer import BufferView, BufferWriter, Status, TrainerQueue, group_path, read_group, segments, storage, write_part
+from miles.buffer import BufferView, BufferWriter, GroupReader, Status, TrainerQueue, retention, storage, write_part
+from miles.buffer.segments import may_grow, segments
+from miles.buffer.storage import groups_dir, parts_dir
 from miles.config import load_config
-from miles.core import StaleEpochError
+from miles.core import EnvironmentFault, StaleEpochError
 from miles.report.read import read_lineage
 from miles.rundir import RunDir
+from tests.buffer.parts import group_of, state_of
 
 CALLS = ("open", "writev", "fsync", "rename", "unlink", "mkdir")
 SAMPLES = 2
@@ -62,7 +66,8 @@ class Runs(RuleBasedStateMachine):
     @initialize(keep=st.sampled_from([0.0, 1.0]), segment=st.sampled_from([1, 2000]))
     def begin(self, keep, segment):
         self.folder = tempfile.mkdtemp()
-        self.segment_bytes, segments.SEGMENT_BYTES = segments.SEGMENT_BYTES, segment
+        self.limits = storage.PARTS_BYTES, storage.SEALED_BYTES
+        storage.PARTS_BYTES = storage.SEALED_BYTES = segment
         self.run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={self.folder}", "buffer.max_staleness=100", f"buffer.keep_trained_gb={keep}")))
         self.saved = self.step = 0
         self.sampled = {}  # (group, sample) -> rewards that it had, each time that it was played
@@ -106,7 +111,9 @@ class Runs(RuleBasedStateMachine):
             return
         rewards = self.sampled.setdefault((group, missing[0]), [])
         rewards.append(len(rewards) + 1.0)
-        write_part(self.run, self.epoch, [trajectory(group, missing[0], reward=rewards[-1])])
+        written = write_part(self.run, self.epoch, [trajectory(group, missing[0], reward=rewards[-1])])
+        if missing[0]:  # of the other it is not known where it is: its rank died
+            self.writer.told(group, missing[0], *written)
         there.append(missing[0])
 
     # -- the trainer ---------------------------------------------------------------------------------------------------------
@@ -114,7 +121,9 @@ class Runs(RuleBasedStateMachine):
         if self.queue is not None:
             self.opened.add(self.queue)
             self.zombie_queue = self.queue
+            self.reader.close()
         self.step = self.saved
+        self.reader = GroupReader(self.run.buffer_dir)
         try:
             with killed_at(death):
                 self.queue = TrainerQueue(self.run, self.run.new_epoch("trainer"), self.saved)
@@ -135,7 +144,7 @@ class Runs(RuleBasedStateMachine):
         if taken is None:
             return
         group = taken.groups[0].group_id
-        found = read_group(self.run.buffer_dir, group).trajectories  # whole, whatever died while it was made
+        found = self.reader.group(taken.groups[0].sealed).trajectories  # whole, whatever died while it was made
         assert [t.sample for t in found] == list(range(SAMPLES))
         assert all(t.reward in self.sampled[group, t.sample] for t in found)
         self.queue.trained([group], self.step, self.step + 1)
@@ -150,6 +159,21 @@ class Runs(RuleBasedStateMachine):
         for call in (lambda: self.zombie_writer.start(99, "t"), lambda: self.zombie_queue.trained([0], 1, 1), lambda: self.zombie_queue.retire(99)):
             with contextlib.suppress(AttributeError), pytest.raises(StaleEpochError):
                 call()
+
+    @rule()
+    def a_zombie_past_its_check_seals_what_is_sealed(self):
+        """It changes nothing."""
+        before, zombie = state_of(self.run), getattr(self, "zombie_writer", None)
+        sealed = [g for g in zombie._parts.groups if before.groups[g].sealed is not None] if zombie else []
+        for group in sealed:
+            checked = zombie._check
+            zombie._check = zombie._sealed._fence = lambda: None
+            with contextlib.suppress(EnvironmentFault):  # its journal takes no more: it was killed while it wrote
+                zombie.seal(group, sorted(zombie._parts.groups[group]))
+            zombie._check = zombie._sealed._fence = checked
+        after = state_of(self.run)
+        assert {g: replace(i, ready_order=0) for g, i in after.groups.items()} == {g: replace(i, ready_order=0) for g, i in before.groups.items()}
+        assert [g.group_id for g in after.ready_in_order()] == [g.group_id for g in before.ready_in_order()]
 
     # -- what always holds ---------------------------------------------------------------------------------------------------
     @invariant()
@@ -167,7 +191,15 @@ class Runs(RuleBasedStateMachine):
         view = BufferView(self.run)
         view.poll()
         for g in view.state.with_status(Status.READY) + view.state.with_status(Status.TAKEN):
-            assert len(read_group(self.run.buffer_dir, g.group_id).trajectories) == SAMPLES
+            assert len(group_of(self.run, g.group_id).trajectories) == SAMPLES
+
+    def nothing_stays_that_nobody_needs(self):
+        self.queue.retire(self.saved)
+        for folder, groups_in in ((parts_dir(self.run.buffer_dir), retention._groups_of_parts), (groups_dir(self.run.buffer_dir), retention._groups_sealed)):
+            names = segments(folder)
+            grows = may_grow(names, self.run.pool_epoch)
+            for name in names:
+                assert grows(name) or any(self.queue.state.groups[g].status is not Status.TRAINED for g in groups_in(folder, name)), name
 
     def teardown(self):
         if not hasattr(self, "run"):
@@ -182,12 +214,12 @@ class Runs(RuleBasedStateMachine):
             assert self.step >= goal
             self.the_lineage_trains_every_group_once()
             if self.run.config.buffer.keep_trained_gb == 0:
-                assert not any(group_path(self.run.buffer_dir, g).exists() for g in read_lineage(self.run).trained_groups)
+                self.nothing_stays_that_nobody_needs()
         finally:
-            segments.SEGMENT_BYTES = self.segment_bytes
+            storage.PARTS_BYTES, storage.SEALED_BYTES = self.limits
             if storage._writer is not None:
                 storage._writer[1].close()
-            for end in self.opened | {self.writer, self.queue}:
+            for end in self.opened | {self.writer, self.queue, self.reader}:
                 end.close()
             shutil.rmtree(self.folder)
 

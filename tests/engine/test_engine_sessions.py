@@ -83,8 +83,7 @@ def test_branches_of_a_session_are_what_the_model_computed_also_from_the_buffer(
     (tmp_path / "parts").mkdir()
     (tmp_path / "groups").mkdir()
     write_part_file(tmp_path, leaves)
-    seal_parts(tmp_path, 0, [0])
-    stored = read_group(tmp_path, 0).trajectories
+    stored = read_group(tmp_path, seal_parts(tmp_path, 0, [0])).trajectories
     nodes, last = session.history.nodes, session.history.leaves()
     assert len(stored) == len(last) == 3 and [t.turns for t in stored] == [2, 2, 1] and all(t.exact for t in stored)
     for leaf, t in zip(last, stored, strict=True):

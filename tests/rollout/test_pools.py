@@ -7,7 +7,7 @@ import h5py
 import pytest
 from test_leader import NEWEST, trajectory
 
-from miles.buffer import Status, read_group, write_part
+from miles.buffer import Status, write_part
 from miles.config import load_config
 from miles.core import Role, StaleEpochError
 from miles.log import RunLog
@@ -16,6 +16,7 @@ from miles.rollout import pools
 from miles.rollout.leader import Leader
 from miles.rollout.pool import OUT, Inbox
 from miles.rundir import JournalWriter, PoolDir, PoolFacts, RunDir
+from tests.buffer.parts import group_of
 
 LEASE = 30.0
 
@@ -135,7 +136,7 @@ def test_a_pool_brings_slots_and_its_samples_are_sealed_like_all_others(joined):
         pool.say(1, sample)
     rollout.tick()
     assert groups(rollout) == {1: 2}
-    assert [t.sample for t in read_group(rollout.run.buffer_dir, 1).trajectories] == [0, 1]
+    assert [t.sample for t in group_of(rollout.run, 1).trajectories] == [0, 1]
     rollout.tick()
     assert pool.given() == [(2, 0), (2, 1)] and rollout.given == [(0, 0), (0, 1)]
 
@@ -198,7 +199,7 @@ def test_a_paused_pool_that_goes_on_is_fenced_and_one_part_of_each_sample_is_sea
     rollout.end(1, 0)
     rollout.tick()
     assert groups(rollout) == {0: 2, 1: 2}
-    assert [(t.sample, t.group_id) for t in read_group(rollout.run.buffer_dir, 1).trajectories] == [(0, 1), (1, 1)]
+    assert [(t.sample, t.group_id) for t in group_of(rollout.run, 1).trajectories] == [(0, 1), (1, 1)]
 
 
 def test_what_a_fenced_pool_appends_to_the_segment_that_it_has_open_is_not_sealed(joined):
@@ -215,7 +216,7 @@ def test_what_a_fenced_pool_appends_to_the_segment_that_it_has_open_is_not_seale
     assert (1, 1) in rollout.given
     rollout.end(1, 1)
     rollout.tick()
-    assert [t.reward for t in read_group(rollout.run.buffer_dir, 1).trajectories] == [0.0, 1.0]
+    assert [t.reward for t in group_of(rollout.run, 1).trajectories] == [0.0, 1.0]
 
 
 def test_what_a_pool_had_finished_when_it_was_lost_is_kept_also_where_it_could_not_say_so(joined):

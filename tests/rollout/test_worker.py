@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import miles.rollout.worker
-from miles.buffer import BufferWriter, read_group
+from miles.buffer import BufferWriter
 from miles.config import load_config
 from miles.core import NO_VERSION, Drafts, EnvironmentFault, Trajectory
 from miles.engine.process import EngineKilled
@@ -21,6 +21,7 @@ from miles.rollout.weights import EnginePoisoned
 from miles.rollout.worker import Worker, _NoStart, sample_figures
 from miles.rundir import RunDir
 from miles.session import Engine
+from tests.buffer.parts import group_of
 from tests.engine.tiny import make_tokenizer
 from tests.session.conftest import SHAPE_CONFIG, user
 from tests.session.fake import FakeEngine
@@ -62,7 +63,7 @@ def play(tmp_path, monkeypatch):
             writer = BufferWriter(run, epoch)
             writer.start(0, "t")
             writer.seal(0, [3])
-            sealed = read_group(run.buffer_dir, 0).trajectories
+            sealed = group_of(run, 0).trajectories
         with h5py.File(tmp_path / "rank.h5", "r", locking=False) as f:
             tables = {name: table[...] for name, table in f["tables"].items()}
         return SimpleNamespace(reports=reports, sealed=sealed, tables=tables, stop=stop, dropped=list((run.attempt_dir(attempt) / "dropped").glob("*")))
@@ -168,7 +169,7 @@ def test_a_sample_of_a_killed_rank_goes_on_from_its_last_answered_turn(tmp_path,
     writer = BufferWriter(run, run.current_epoch("rollout"))
     writer.start(0, "t")
     writer.seal(0, [3])
-    (t,) = read_group(run.buffer_dir, 0).trajectories
+    (t,) = group_of(run, 0).trajectories
     assert (t.tokens[t.loss_mask == 1].tolist(), t.meta["resumed_turns"]) == ([50, stop, 60, stop], 1)
     assert life([], killed=True)[0] == []  # the part is there, so the session is closed
 

@@ -239,8 +239,7 @@ def test_random_trees_train_every_sampled_token_of_the_kept_conversations_once_a
         made = s.session.trajectories(group_id=5, sample=number, task_id="t", reward=float(number), finish_reason="done")
         write_part_file(folder, made)
         sessions.append((s, made))
-    seal_parts(folder, 5, list(range(len(samples))))
-    stored = read_group(folder, 5).trajectories
+    stored = read_group(folder, seal_parts(folder, 5, list(range(len(samples))))).trajectories
     assert [(t.sample, t.leaf) for t in stored] == [(t.sample, t.leaf) for _, made in sessions for t in made]
     for number, (s, _) in enumerate(sessions):
         history, recorded = s.session.history, s.engine.answered

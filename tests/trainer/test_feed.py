@@ -8,13 +8,14 @@ import pytest
 from msgspec.structs import replace as replace_struct
 from test_loop import trajectory
 
-from miles.buffer import BufferWriter, TrainerQueue, read_summaries, write_part
-from miles.buffer.storage import parts_dir, read_sealed
+from miles.buffer import BufferWriter, TrainerQueue, write_part
+from miles.buffer.storage import parts_dir
 from miles.config import load_config
 from miles.core import StructureError
 from miles.rundir import RunDir
 from miles.trainer.batching import BatchPlan, held_rows
 from miles.trainer.feed import Feed, Plan
+from tests.buffer.parts import sealed_of
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_rank_gets_the_routes_of_the_layers_of_its_stage_at_its_rows(run):
     routes = np.random.default_rng(0).random((60, 6, 8)).argsort(-1)[..., :2].astype(np.uint8)
     put(run, routes)
     for layers in ([0, 1, 2], [3, 4, 5], [2]):
-        items = feed(run, layers)._items(0, read_summaries(run.buffer_dir, 0))
+        items = feed(run, layers)._items(sealed_of(run, 0))
         (s,), bad = feed(run, layers)._sequences(Plan(1, 1, items), items)
         assert np.array_equal(s.routes, np.sort(routes, -1)[: s.fed, layers]) and not bad
     for rank in range(2):
@@ -61,8 +62,8 @@ def test_a_damaged_sample_leaves_the_others_and_names_its_group(run):
             write_part(run, epoch, [trajectory(group, sample, 1)])
         writer.seal(group, [0, 1])
     stage = feed(run, [0], shape=(2, 2))
-    items = [i for g in range(2) for i in stage._items(g, read_summaries(run.buffer_dir, g))]
-    place = read_sealed(run.buffer_dir, 1).places[0]
+    items = [i for g in range(2) for i in stage._items(sealed_of(run, g))]
+    place = sealed_of(run, 1).places[0]
     with open(parts_dir(run.buffer_dir) / place.segment, "r+b") as f:
         f.seek(place.body)
         f.write(b"\xff\xff\xff\xff")
@@ -74,9 +75,9 @@ def test_a_damaged_sample_leaves_the_others_and_names_its_group(run):
 def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
     with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
-        feed(run, [0])._items(0, read_summaries(run.buffer_dir, 0))
+        feed(run, [0])._items(sealed_of(run, 0))
     free = feed(run, [0], replay=False)
-    items = free._items(0, read_summaries(run.buffer_dir, 0))
+    items = free._items(sealed_of(run, 0))
     (s,), bad = free._sequences(Plan(1, 1, items), items)
     assert not items[0].routed and s.routes is None and not bad  # there they are only compared
 
@@ -84,7 +85,7 @@ def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
 def test_without_replay_routes_are_read_where_all_of_a_step_have_some(run):
     put(run, np.zeros((60, 6, 2), np.uint8))
     free = feed(run, [0, 1], replay=False)
-    items = free._items(0, read_summaries(run.buffer_dir, 0))
+    items = free._items(sealed_of(run, 0))
     for others, layers in (([], 2), ([replace_struct(items[0], routed=False)], None)):
         (s,), _ = free._sequences(Plan(1, 1, [*items, *others]), items)
         assert (s.routes.shape[1] if layers else s.routes) == layers
@@ -132,12 +133,12 @@ def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(r
             write_part(run, epoch, [replace(trajectory(group, sample, 1), leaf=n) for n in range(count)])
         writer.seal(group, sorted(leaves))
     f = feed(run, [], shape=None)
-    items = f._with_advantages([i for g in (3, 8) for i in f._items(g, read_summaries(run.buffer_dir, g))])
+    items = f._with_advantages([i for g in (3, 8) for i in f._items(sealed_of(run, g))])
     half = 0.5 / (0.5 + 1e-6)
-    assert [(i.group, i.index, i.sample, i.reward) for i in items] == [(3, 0, 0, 0), (3, 1, 1, 1), (3, 2, 1, 1), (8, 0, 0, 0), (8, 1, 1, 1)]
+    assert [(i.group, i.sample, i.stored.leaf, i.reward) for i in items] == [(3, 0, 0, 0), (3, 1, 0, 1), (3, 1, 1, 1), (8, 0, 0, 0), (8, 1, 0, 1)]
     assert [i.advantage for i in items] == pytest.approx([-half, half, half, -half, half])
     plan = Plan(step=1, version=1, items=items)
-    assert [(key, [i.index for i in leaves]) for key, leaves in plan.rollouts.items()] == [((3, 0), [0]), ((3, 1), [1, 2]), ((8, 0), [0]), ((8, 1), [1])]
+    assert [(key, [i.stored.leaf for i in leaves]) for key, leaves in plan.rollouts.items()] == [((3, 0), [0]), ((3, 1), [0, 1]), ((8, 0), [0]), ((8, 1), [0])]
     f._train_step.data_rank = 0
     sequences, bad = f._read(plan, BatchPlan((((4, 2), (1, 0)),)))
     assert bad == set() and [s.rollout for s in sequences] == [3, 1, 1, 0]

@@ -36,14 +36,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 
 from miles.buffer import (
+    BufferView,
     BufferWriter,
+    GroupInfo,
+    GroupReader,
     TrainerQueue,
-    group_path,
-    read_group,
     routes,
+    storage,
     write_part,
 )
-from miles.buffer.storage import Parts, parts_dir, read_sealed
+from miles.buffer.storage import Parts, groups_dir, parts_dir
 from miles.buffer.view import journal_name
 from miles.config import load_config
 from miles.core import NO_VERSION, Role, Trajectory
@@ -54,6 +56,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
 WRITERS = 16
 STEP = 8  # groups
+STEPS = 40
 ROUND = 32  # groups between two turns of the baseline
 CALLS = "open,openat,creat,stat,lstat,newfstatat,statx,access,rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
 
@@ -81,28 +84,35 @@ def numbered(made: list[Trajectory], group: int) -> list[Trajectory]:
 
 
 class Both:
-    """Both ends of the buffer of a run, in one process."""
+    """Both ends of the buffer of a run, in one process: what its leaders do."""
 
     def __init__(self, run: RunDir):
         self.run, self.step = run, 0
         self.epoch = run.new_epoch(Role.ROLLOUT)
-        self.writer = BufferWriter(run, self.epoch)
+        self.writer, self.view = BufferWriter(run, self.epoch), BufferView(run)
+        self.view.own(self.writer.journal)
+        self.reader = GroupReader(run.buffer_dir)
         self.queue = TrainerQueue(run, run.new_epoch(Role.TRAINER), 0)
 
     def put(self, made: list[Trajectory]) -> None:
         group = made[0].group_id
         self.writer.start(group, "t")
+        self.view.poll_own()
         for t in made:
-            write_part(self.run, self.epoch, [t])
+            self.writer.told(group, t.sample, *write_part(self.run, self.epoch, [t]))
         self.writer.seal(group, list(range(len(made))))
+        self.view.poll_own()
 
-    def take(self, count: int = 1) -> list[int]:
+    def take(self, count: int = 1) -> list[GroupInfo]:
         self.step += 1
         self.queue.poll()
-        return [g.group_id for g in self.queue.take(count, 1, self.step).groups]
+        return list(self.queue.take(count, 1, self.step).groups)
 
-    def close(self, groups: list[int]) -> None:
-        self.queue.trained(groups, 1, self.step)
+    def read(self, group: GroupInfo) -> None:
+        self.reader.group(group.sealed)
+
+    def close(self, groups: list[GroupInfo]) -> None:
+        self.queue.trained([g.group_id for g in groups], 1, self.step)
 
 
 @contextmanager
@@ -145,13 +155,16 @@ def codec_for_nothing():
         routes.encode_routes, routes.RouteReader.read = real
 
 
-def stored_bytes(run: RunDir, group: int) -> bytes:
+def stored_bytes(both: Both, group: int) -> bytes:
     """What a group takes on disk."""
-    found = [group_path(run.buffer_dir, group).read_bytes()]
-    for place in read_sealed(run.buffer_dir, group).places:
-        with open(parts_dir(run.buffer_dir) / place.segment, "rb") as f:
-            f.seek(place.offset)
-            found.append(f.read(place.size))
+    folder, at = both.run.buffer_dir, both.queue.state.groups[group].sealed
+    places = [(groups_dir(folder) / at.segment, at.offset, at.size)]
+    places += [(parts_dir(folder) / p.segment, p.offset, p.size) for p in both.reader.sealed(at).places]
+    found = []
+    for path, offset, size in places:
+        with open(path, "rb") as f:
+            f.seek(offset)
+            found.append(f.read(size))
     return b"".join(found)
 
 
@@ -182,16 +195,20 @@ def consume(both: Both, count: int, pipe) -> None:
     """The trainer's end: each group that is ready is taken, read back whole, and trained."""
     for _ in range(count):
         pipe.recv()
-        (taken,) = both.take()
-        read_group(both.run.buffer_dir, taken)
-        both.close([taken])
+        consume_one(both)
+
+
+def consume_one(both: Both) -> None:
+    (taken,) = both.take()
+    both.read(taken)
+    both.close([taken])
 
 
 def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
     """(MB/s of the buffer, of plain files) in stored bytes."""
     both, made, context = Both(make_run(folder)), samples(), multiprocessing.get_context("fork")
     both.put(made)  # compiles
-    both.close([read_group(both.run.buffer_dir, g).group_id for g in both.take()])
+    consume_one(both)
     seconds, plain, stored = 0.0, 0.0, 0
     for first in range(1, groups + 1, ROUND):
         part = range(first, min(first + ROUND, groups + 1))
@@ -207,7 +224,7 @@ def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
             seconds += time.perf_counter() - start
         fsyncs = fsyncs[0] + pipe.recv()
         producer.join()
-        data = b"".join(stored_bytes(both.run, group) for group in part)
+        data = b"".join(stored_bytes(both, group) for group in part)
         plain += plain_seconds(folder / "plain", data, fsyncs)
         stored += len(data)
         both.queue.retire(both.step)
@@ -224,9 +241,8 @@ def bandwidth(folder: Path, groups: int) -> list[dict]:
 
 def child(folder: Path, steps: int) -> None:
     """What strace looks at. Phases are told apart by calls with names that say so."""
+    storage.PARTS_BYTES = storage.PARTS_BYTES * 5 // 1000  # as many of these small groups in a segment as it holds large ones
     both, made = Both(make_run(folder)), samples(tokens=64, layers=1)
-    for n in range(256):
-        (both.run.buffer_dir / "groups" / f"{n:02x}").mkdir()
 
     def phase(name: str) -> None:
         os.access(both.run.path / f"phase-{name}", os.F_OK)
@@ -239,7 +255,7 @@ def child(folder: Path, steps: int) -> None:
         taken = both.take(STEP)
         phase("read")
         for group in taken:
-            read_group(both.run.buffer_dir, group)
+            both.read(group)
         phase("trained")
         both.close(taken)
         phase("retired")
@@ -268,8 +284,8 @@ def metadata(folder: Path) -> list[dict]:
     stored, life = "metadata calls of a group until it is ready", "metadata calls of a group, all its life"
     if not shutil.which("strace"):
         return [figure(name, "", None, plain, plain, most=6, missing="strace is not installed") for name, plain in ((stored, 1), (life, 3))]
-    many, few = metadata_calls(folder, 3), metadata_calls(folder, 1)
-    each = {key: (many[key] - few[key]) / (2 * STEP) for key in many}
+    many, few = metadata_calls(folder, 1 + STEPS), metadata_calls(folder, 1)
+    each = {key: (many[key] - few[key]) / (STEPS * STEP) for key in many}
     by_phase = Counter()
     for (phase, _), count in each.items():
         by_phase[phase] += count
@@ -310,20 +326,19 @@ def writers(folder: Path, groups_each: int) -> list[dict]:
 
 
 def history(folder: Path, groups: int) -> Both:
-    """A run in which `groups` groups were trained, all still on disk (as files that hold nothing), and 32 wait."""
+    """A run in which `groups` groups were trained, all still on disk (in segments that hold nothing, a sealed one for each 300), and 32 wait."""
     run = make_run(folder, "buffer.keep_trained_gb=1")
     facts = {"task": "t", "trajectories": 8, "samples": 8, "oldest_version": 1, "tokens": 100, "reward_mean": 0.5}
     ids = range(groups)
     made = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, run.new_epoch(Role.ROLLOUT)))
-    made.append(*({"kind": "start", "group": g, "task": "t"} for g in ids), *({"kind": "ready", "group": g, **facts} for g in ids))
+    made.append(*({"kind": "start", "group": g, "task": "t"} for g in ids),
+                *({"kind": "ready", "group": g, **facts, "sealed": [f"e000001.bench.1.{g // 300:04d}.seg", 0, 1]} for g in ids))
     made.close()
     used = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.TRAINER, run.new_epoch(Role.TRAINER)))
     used.append(*({"kind": "trained", "groups": [g], "step": 0, "version": 1} for g in ids[:-32]))
     used.close()
-    for g in ids:
-        path = group_path(run.buffer_dir, g)
-        path.parent.mkdir(exist_ok=True)
-        path.touch()
+    for n in range(-(-groups // 300)):
+        (groups_dir(run.buffer_dir) / f"e000001.bench.1.{n:04d}.seg").touch()
     both = Both(run)
     both.queue.retire(0)
     return both
