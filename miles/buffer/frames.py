@@ -35,6 +35,7 @@ PLAIN = ("logprobs",)
 _PREFIX = np.dtype([("magic", "S8"), ("header", "<u4"), ("body", "<u8"), ("check", "<u8")])
 _MAGIC = b"milespt1"
 _AHEAD = 4096  # bytes read at once for a header, whose size is not known: on a shared file system each read is a wait
+_SHARED = ("group_id", "sample", "task_id", "reward", "finish_reason")  # by the leaves of a sample
 _SCALARS = (
     "group_id", "sample", "leaf", "task_id", "reward", "finish_reason", "turns", "exact", "cached_tokens", "cacheable_tokens",
     "prompt_tokens", "seconds", "meta",
@@ -70,11 +71,10 @@ class Place(msgspec.Struct, frozen=True):
 def encode_frame(leaves: Sequence[Trajectory]) -> list[Buffer]:
     """The frame of one sample, in pieces that are written one after the other. Raises StructureError (cause `leaves`): these are not its leaves 0, 1, ..., with one reward and one end."""
     first = leaves[0]
-    shared = ("group_id", "sample", "task_id", "reward", "finish_reason")
+    expected = {k: getattr(first, k) for k in _SHARED}
     for n, t in enumerate(leaves):
-        found, expected = ({k: getattr(x, k) for k in shared} for x in (t, first))
-        if t.leaf != n or found != expected:
-            raise StructureError(f"leaf {t.leaf} of {len(leaves)}, in place {n}: {found}", f"leaf {n} of {expected}", cause="leaves")
+        if t.leaf != n or t is not first and {k: getattr(t, k) for k in _SHARED} != expected:
+            raise StructureError(f"leaf {t.leaf} of {len(leaves)}, in place {n}: {({k: getattr(t, k) for k in _SHARED})}", f"leaf {n} of {expected}", cause="leaves")
     heads, body, start = [], [], 0
     for t in leaves:
         head, blobs = _encode_leaf(t, start)
@@ -123,8 +123,8 @@ def summary(leaf: Leaf) -> dict:
 
 def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int] | None = None,
                 rows: Callable[[int], Ranges] | None = None) -> tuple[Trajectory, np.ndarray | None]:
-    """One trajectory without its routes, verified, and the routes [chosen rows, chosen layers, K] of it. `layers`: the MoE layers whose routes are read;
-    `rows(T - 1)`: the rows. Raises StructureError (cause `digest`)."""
+    """One trajectory, verified, and the routes [chosen rows, chosen layers, K] of it. `layers`: the MoE layers whose routes are read; `rows(T - 1)`: the rows.
+    The trajectory has its routes where all of them are read. Raises StructureError (cause `digest`)."""
     where, (*sizes, routes_size) = f"{place.segment}, byte {place.offset}", leaf.sizes
     at = place.body + leaf.start
     whole = layers is None and rows is None
@@ -154,7 +154,7 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
     for derived in ("oldest_version", "routes_shape"):
         scalars.pop(derived)
     found = None if routes is None else routes.read(layers, rows(leaf.length - 1) if rows else None)
-    return Trajectory(**scalars, **arrays, routes=None), found
+    return Trajectory(**scalars, **arrays, routes=found if whole else None), found
 
 
 def damaged(where: str) -> StructureError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +48,7 @@ class GroupReader:
         return self._sealed.read(at.segment, lambda fd: read_sealed(fd, at))
 
     def slice(self, stored: Stored, layers: slice | Sequence[int] | None = None, rows: Callable[[int], Ranges] | None = None) -> tuple[Trajectory, np.ndarray | None]:
-        """A trajectory without its routes, verified, and of its routes those of the MoE layers `layers` (0 .. L-1) at the rows `rows(T - 1)`, all by default; only
+        """A trajectory (without its routes, unless all are read), verified, and of its routes those of the MoE layers `layers` (0 .. L-1) at the rows `rows(T - 1)`, all by default; only
         these are read and verified.
 
         Raises FileNotFoundError; StructureError (cause `digest`) when bytes do not match.
@@ -68,8 +67,7 @@ class GroupReader:
 
     def trajectory(self, stored: Stored) -> Trajectory:
         """A trajectory, whole. Raises like `slice`."""
-        trajectory, routes = self.slice(stored)
-        return replace(trajectory, routes=routes)
+        return self.slice(stored)[0]
 
     def group(self, at: SealedAt) -> Group:
         """A whole sealed group. Raises like `slice`."""

@@ -8,8 +8,9 @@ put + get       a group goes the way of a run: one process writes 8 parts and se
                 32 groups, which is the limit too. Both in MB of stored bytes a second. Once with the codec of the routes, which is processor time and in a run spread over
                 all ranks, and once with a codec that remembers its results
 metadata        calls that name a file of the run directory (open, stat, rename, link, unlink, mkdir, ...), whether they succeed or not, seen by strace in a
-                child that puts, takes, reads, trains and retires steps of 8 groups, with one rollout process; of 3 steps less those of 1. The 256 folders of
-                groups are there, as soon in a run. Baseline and limit: a file of its own for each group, created, opened to be read, and removed
+                child that puts, takes, reads, trains and retires steps of 8 groups as leaders and ranks do, with one rollout process that says where each sample
+                is; of 41 steps less those of 1. Groups are small, and segments of parts by as much, so that those are begun and removed as often as with large
+                ones. Baseline and limit: a file of its own for each group, created, opened to be read, and removed
 16 writers      the same parts by 16 processes at once and by one; limit: as many times as there are processors
 flat            what a call costs in a run with 100,000 groups in journals and on disk (--quick: 20,000) against one with 1,000, in turns, medians.
                 The journal of either run ends with a few groups that wait. Limit: no difference
@@ -83,16 +84,13 @@ def numbered(made: list[Trajectory], group: int) -> list[Trajectory]:
     return [replace(t, group_id=group) for t in made]
 
 
-class Both:
-    """Both ends of the buffer of a run, in one process: what its leaders do."""
+class Rollout:
+    """What the rollout leader and its ranks do, in one process."""
 
     def __init__(self, run: RunDir):
-        self.run, self.step = run, 0
-        self.epoch = run.new_epoch(Role.ROLLOUT)
+        self.run, self.epoch = run, run.new_epoch(Role.ROLLOUT)
         self.writer, self.view = BufferWriter(run, self.epoch), BufferView(run)
         self.view.own(self.writer.journal)
-        self.reader = GroupReader(run.buffer_dir)
-        self.queue = TrainerQueue(run, run.new_epoch(Role.TRAINER), 0)
 
     def put(self, made: list[Trajectory]) -> None:
         group = made[0].group_id
@@ -102,6 +100,14 @@ class Both:
             self.writer.told(group, t.sample, *write_part(self.run, self.epoch, [t]))
         self.writer.seal(group, list(range(len(made))))
         self.view.poll_own()
+
+
+class Trainer:
+    """What the trainer leader and its ranks do, in one process."""
+
+    def __init__(self, run: RunDir):
+        self.run, self.step = run, 0
+        self.queue, self.reader = TrainerQueue(run, run.new_epoch(Role.TRAINER), 0), GroupReader(run.buffer_dir)
 
     def take(self, count: int = 1) -> list[GroupInfo]:
         self.step += 1
@@ -113,6 +119,15 @@ class Both:
 
     def close(self, groups: list[GroupInfo]) -> None:
         self.queue.trained([g.group_id for g in groups], 1, self.step)
+
+    def retire(self) -> None:
+        self.queue.retire(self.step)
+
+    def turn(self) -> None:
+        """The way of one group."""
+        (taken,) = self.take()
+        self.read(taken)
+        self.close([taken])
 
 
 @contextmanager
@@ -155,11 +170,11 @@ def codec_for_nothing():
         routes.encode_routes, routes.RouteReader.read = real
 
 
-def stored_bytes(both: Both, group: int) -> bytes:
+def stored_bytes(trainer: Trainer, group: int) -> bytes:
     """What a group takes on disk."""
-    folder, at = both.run.buffer_dir, both.queue.state.groups[group].sealed
+    folder, at = trainer.run.buffer_dir, trainer.queue.state.groups[group].sealed
     places = [(groups_dir(folder) / at.segment, at.offset, at.size)]
-    places += [(parts_dir(folder) / p.segment, p.offset, p.size) for p in both.reader.sealed(at).places]
+    places += [(parts_dir(folder) / p.segment, p.offset, p.size) for p in trainer.reader.sealed(at).places]
     found = []
     for path, offset, size in places:
         with open(path, "rb") as f:
@@ -179,55 +194,47 @@ def plain_seconds(path: Path, data: bytes, fsyncs: int) -> float:
     return time.perf_counter() - start
 
 
-def produce(both: Both, made: list[Trajectory], groups: range, pipe) -> None:
-    """The rollout's end, in a process of its own as in a run: says when each group is ready, and in the end how many fsyncs that took."""
-    made = [numbered(made, group) for group in groups]
-    pipe.send("prepared")
-    pipe.recv()
-    with counting_fsyncs() as fsyncs:
-        for samples in made:
-            both.put(samples)
-            pipe.send("ready")
-    pipe.send(fsyncs[0])
-
-
-def consume(both: Both, count: int, pipe) -> None:
-    """The trainer's end: each group that is ready is taken, read back whole, and trained."""
-    for _ in range(count):
+def produce(run: RunDir, groups: int, pipe) -> None:
+    """The rollout's end, in a process of its own as in a run: says when each group is ready, and after each round how many fsyncs it took."""
+    rollout, made = Rollout(run), samples()
+    rollout.put(made)  # compiles
+    pipe.send("ready")
+    for first in range(1, groups + 1, ROUND):
+        part = [numbered(made, group) for group in range(first, min(first + ROUND, groups + 1))]
         pipe.recv()
-        consume_one(both)
-
-
-def consume_one(both: Both) -> None:
-    (taken,) = both.take()
-    both.read(taken)
-    both.close([taken])
+        with counting_fsyncs() as fsyncs:
+            for group in part:
+                rollout.put(group)
+                pipe.send("ready")
+        pipe.send(fsyncs[0])
 
 
 def put_and_get(folder: Path, groups: int) -> tuple[float, float]:
     """(MB/s of the buffer, of plain files) in stored bytes."""
-    both, made, context = Both(make_run(folder)), samples(), multiprocessing.get_context("fork")
-    both.put(made)  # compiles
-    consume_one(both)
+    run = make_run(folder)
+    pipe, other = multiprocessing.Pipe()
+    producer = multiprocessing.get_context("fork").Process(target=produce, args=(run, groups, other))
+    producer.start()
+    other.close()
+    pipe.recv()
+    trainer = Trainer(run)
+    trainer.turn()  # compiles
     seconds, plain, stored = 0.0, 0.0, 0
     for first in range(1, groups + 1, ROUND):
         part = range(first, min(first + ROUND, groups + 1))
-        pipe, other = context.Pipe()
-        producer = context.Process(target=produce, args=(both, made, part, other))
-        producer.start()
-        other.close()
-        pipe.recv()
         with counting_fsyncs() as fsyncs:
             start = time.perf_counter()
             pipe.send("begin")
-            consume(both, len(part), pipe)
+            for _ in part:
+                pipe.recv()
+                trainer.turn()
             seconds += time.perf_counter() - start
         fsyncs = fsyncs[0] + pipe.recv()
-        producer.join()
-        data = b"".join(stored_bytes(both, group) for group in part)
+        data = b"".join(stored_bytes(trainer, group) for group in part)
         plain += plain_seconds(folder / "plain", data, fsyncs)
         stored += len(data)
-        both.queue.retire(both.step)
+        trainer.retire()
+    producer.join()
     return stored / 1e6 / seconds, stored / 1e6 / plain
 
 
@@ -242,24 +249,25 @@ def bandwidth(folder: Path, groups: int) -> list[dict]:
 def child(folder: Path, steps: int) -> None:
     """What strace looks at. Phases are told apart by calls with names that say so."""
     storage.PARTS_BYTES = storage.PARTS_BYTES * 5 // 1000  # as many of these small groups in a segment as it holds large ones
-    both, made = Both(make_run(folder)), samples(tokens=64, layers=1)
+    run = make_run(folder)
+    rollout, trainer, made = Rollout(run), Trainer(run), samples(tokens=64, layers=1)
 
     def phase(name: str) -> None:
-        os.access(both.run.path / f"phase-{name}", os.F_OK)
+        os.access(run.path / f"phase-{name}", os.F_OK)
 
     for step in range(steps):
         phase("stored")
         for group in range(step * STEP, (step + 1) * STEP):
-            both.put(numbered(made, group))
+            rollout.put(numbered(made, group))
         phase("taken")
-        taken = both.take(STEP)
+        taken = trainer.take(STEP)
         phase("read")
         for group in taken:
-            both.read(group)
+            trainer.read(group)
         phase("trained")
-        both.close(taken)
+        trainer.close(taken)
         phase("retired")
-        both.queue.retire(both.step)
+        trainer.retire()
     phase("end")
 
 
@@ -325,7 +333,7 @@ def writers(folder: Path, groups_each: int) -> list[dict]:
     return [figure(f"parts by {WRITERS} writers, against one", "MB/s", rates[1], rates[0], min(WRITERS, os.cpu_count()) * rates[0], least=1.0, of_ratio=True)]
 
 
-def history(folder: Path, groups: int) -> Both:
+def history(folder: Path, groups: int) -> tuple[Rollout, Trainer]:
     """A run in which `groups` groups were trained, all still on disk (in segments that hold nothing, a sealed one for each 300), and 32 wait."""
     run = make_run(folder, "buffer.keep_trained_gb=1")
     facts = {"task": "t", "trajectories": 8, "samples": 8, "oldest_version": 1, "tokens": 100, "reward_mean": 0.5}
@@ -339,9 +347,9 @@ def history(folder: Path, groups: int) -> Both:
     used.close()
     for n in range(-(-groups // 300)):
         (groups_dir(run.buffer_dir) / f"e000001.bench.1.{n:04d}.seg").touch()
-    both = Both(run)
-    both.queue.retire(0)
-    return both
+    rollout, trainer = Rollout(run), Trainer(run)
+    trainer.retire()
+    return rollout, trainer
 
 
 def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
@@ -350,7 +358,7 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
     first = groups + 1
     for n in range(repeats):
         for side in (0, 1) if n % 2 else (1, 0):
-            both = runs[side]
+            rollout, trainer = runs[side]
 
             def timed(name, call, side=side):
                 start = time.perf_counter()
@@ -358,13 +366,13 @@ def flat(folder: Path, groups: int, repeats: int) -> list[dict]:
                 seconds[name][side].append(time.perf_counter() - start)
 
             group = numbered(made, first + n)
-            timed("put", lambda both=both, group=group: both.put(group))
-            timed("poll", both.queue.poll)
+            timed("put", lambda rollout=rollout, group=group: rollout.put(group))
+            timed("poll", trainer.queue.poll)
             taken = []
-            timed("take", lambda both=both, taken=taken: taken.extend(both.take()))
-            timed("counts", both.queue.state.counts)
-            both.close(taken)
-            timed("retire", lambda both=both: both.queue.retire(both.step))
+            timed("take", lambda trainer=trainer, taken=taken: taken.extend(trainer.take()))
+            timed("counts", trainer.queue.state.counts)
+            trainer.close(taken)
+            timed("retire", trainer.retire)
     medians = {name: [1e6 * statistics.median(side) for side in sides] for name, sides in seconds.items()}
     return [figure(f"{name}, {groups:,} groups against 1,000", "us", many, few, few, most=1.25, of_ratio=True) for name, (few, many) in medians.items()]
 
