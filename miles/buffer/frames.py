@@ -117,7 +117,7 @@ def read_frame(fd: int, place: Place, group: int) -> Header:
 
 
 def summary(leaf: Leaf) -> dict:
-    """Scalars of a trajectory plus `oldest_version`, `routes_shape` ([L, K] or None) and `length`."""
+    """Scalars of a trajectory plus `oldest_version`, `sampled_by` (versions, ascending), `routes_shape` ([L, K] or None) and `length`."""
     return {**msgspec.json.decode(leaf.record), "length": leaf.length}
 
 
@@ -151,7 +151,7 @@ def decode_leaf(fd: int, place: Place, leaf: Leaf, layers: slice | Sequence[int]
     if _digest(record, list(arrays.values()), routes.header if routes else None) != leaf.digest:
         raise damaged(where)
     scalars = msgspec.json.decode(record)
-    for derived in ("oldest_version", "routes_shape"):
+    for derived in ("oldest_version", "sampled_by", "routes_shape"):
         scalars.pop(derived)
     found = None if routes is None else routes.read(layers, rows(leaf.length - 1) if rows else None)
     return Trajectory(**scalars, **arrays, routes=found if whole else None), found
@@ -189,7 +189,7 @@ class StoredBytes:
 def _encode_leaf(t: Trajectory, start: int) -> tuple[Leaf, list]:
     arrays = [np.ascontiguousarray(getattr(t, name), dtype) for name, dtype in ARRAYS.items()]
     shape = None if t.routes is None else t.routes.shape[1:]
-    record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "routes_shape": shape})
+    record = msgspec.json.encode({**{k: getattr(t, k) for k in _SCALARS}, "oldest_version": t.oldest_version, "sampled_by": t.sampled_by, "routes_shape": shape})
     compress = _zstd().compress
     blobs = [a.view(np.uint8) if name in PLAIN else compress(a) for name, a in zip(ARRAYS, arrays, strict=True)]
     header = None

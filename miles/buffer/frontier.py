@@ -19,7 +19,7 @@ class Frontier(msgspec.Struct, frozen=True):
     """The cut of one checkpoint, stored with it as frontier.json."""
 
     step: int
-    version: int  # the newest weight version published
+    version: int  # that has, or is about to get, the weights of this step
     trainer_epoch: int
     rollout_epoch: int
     cursor: int  # prompts begun, retries not counted: the data source goes on with this one

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from miles.buffer.frontier import Frontier, check
 from miles.buffer.retention import Retention
 from miles.buffer.state import GroupInfo, Status, choose
+from miles.buffer.versions import FIRST
 from miles.buffer.view import BufferView, journal_name
 from miles.core import Role
 from miles.rundir import JournalWriter, RunDir
@@ -23,9 +24,10 @@ class Taken:
 class TrainerQueue:
     """Staleness is counted here, at training time. Journal order: `restore` once at start, then per step `taken`, `trained`."""
 
-    def __init__(self, run: RunDir, epoch: int, restored_step: int, frontier: Frontier | None = None):
+    def __init__(self, run: RunDir, epoch: int, restored_step: int, frontier: Frontier | None = None, newest: int = 0):
         """`restored_step`: optimizer steps in the weights that training starts from; later work of older epochs is undone. `frontier`: of the checkpoint
-        that they come from.
+        that they come from. `newest`: the highest version number on disk. Afterwards `newest` is the highest ever used as far as anything tells, and the
+        trainer's first version must be the next: that number is then known to stand for the weights it started from.
 
         Raises EnvironmentFault when the journals do not go on from the frontier.
         """
@@ -34,7 +36,9 @@ class TrainerQueue:
         self._journal = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.TRAINER, epoch))
         self._view = BufferView(run)
         self._view.own(self._journal)
-        self._append({"kind": "restore", "step": restored_step})
+        self._view.poll()
+        self.newest = max(newest, self.state.lineage.newest, frontier.version if frontier else 0)
+        self._append({"kind": "restore", "step": restored_step, "version": frontier.version if frontier else min(FIRST, self.newest), "newest": self.newest})
         self._view.poll()
         if frontier is not None:
             check(frontier, self.state)

@@ -3,8 +3,9 @@
 Rollout records say what was made (`start`, `ready`, `drop`), trainer records what was consumed (`restore`, `taken`, `trained`, `stale`).
 The two halves touch different fields, so the fold gives the same state however the two journals interleave; within one role,
 records apply in epoch order. Of two `ready` records of a group the last in this order counts, which is that of the newest epoch: what a fenced leader, past
-its check, still says of a group that its successor has sealed changes nothing, whenever it is read. A trainer that restarts from the checkpoint of step s writes `restore` first: whatever an earlier epoch took
-or trained after s is undone, because those weights are gone. So a group is trained at most once on the lineage of the final weights.
+its check, still says of a group that its successor has sealed changes nothing, whenever it is read. A trainer that restarts from the checkpoint of step s
+writes `restore` first: whatever an earlier epoch took or trained after s is undone, because those weights are gone; the record also says which version's
+weights it starts from, behind which number (miles.buffer.versions). So a group is trained at most once on the lineage of the final weights.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
+
+from miles.buffer.versions import Lineage
 
 
 class Status(enum.StrEnum):
@@ -47,6 +50,7 @@ class GroupInfo:
     ready: bool = False
     ready_order: int = -1
     oldest_version: int = -1
+    sampled_by: tuple[int, ...] = ()  # versions
     trajectories: int = 0  # training sequences: all leaves of all samples
     samples: int = 0
     tokens: int = 0
@@ -84,6 +88,7 @@ class BufferState:
         self.in_segment: dict[str, list[int]] = {}  # segment of parts -> groups with samples in it, by any of their `ready` records
         self.in_sealed: dict[str, list[int]] = {}  # segment of sealed groups -> groups whose `ready` records name it
         self._to_retry: dict[str, list[int]] = {"stale": [], "filter": []}  # dropped groups; heaps, the first dropped group first
+        self.lineage = Lineage()
         self._ready_count = self._fresh_count = 0
         self._next_id = 0
         self._status: dict[int, Status] = {}
@@ -141,11 +146,14 @@ class BufferState:
                 _note_figures(g, record)
             return [g]
         if kind in ("taken", "trained"):
+            self.lineage.used(record.get("version", 0))
             groups = [self._group(i) for i in record["groups"]]
             for g in groups:
                 g.step, g.trained = record["step"], g.trained or kind == "trained"
             return groups
         if kind == "restore":
+            if "version" in record:
+                self.lineage.restore(record["version"], record["newest"])
             undone = [g for g in self.groups.values() if g.step is not None and g.step > record["step"]]
             for g in undone:
                 g.step, g.trained = None, False
@@ -174,7 +182,11 @@ class BufferState:
 
     def waiting_ages(self, version: int) -> list[int]:
         """Staleness that each ready group would have at `version`."""
-        return [staleness(version, g.oldest_version) for g in self._by_status[Status.READY].values()]
+        return [self.staleness(version, g) for g in self._by_status[Status.READY].values()]
+
+    def staleness(self, version: int, group: GroupInfo) -> int:
+        """Of a group that is or was ready, trained at `version` (miles.buffer.versions)."""
+        return self.lineage.staleness(version, group.sampled_by)
 
     def to_retry(self, kind: str) -> GroupInfo | None:
         """The first group that was dropped as `stale`, or by a `filter`, and whose prompt has not been started again. A filtered group that
@@ -202,6 +214,7 @@ def _retry_is_due(g: GroupInfo, kind: str) -> bool:
 
 def _note_figures(g: GroupInfo, record: dict[str, Any]) -> None:
     g.task_id, g.oldest_version = record["task"], record["oldest_version"]
+    g.sampled_by = tuple(record.get("sampled_by", (g.oldest_version,)))  # the simulator's samples have one version
     g.trajectories, g.samples = record["trajectories"], record["samples"]
     g.tokens, g.reward_mean = record["tokens"], record["reward_mean"]
 
@@ -215,15 +228,11 @@ def choose(state: BufferState, count: int, version: int, max_staleness: int, *, 
     place of any other dropped group is empty.
     """
     ready = state.ready_in_order()
-    stale = [g for g in ready if staleness(version, g.oldest_version) > max_staleness]
-    fresh = [g for g in ready if staleness(version, g.oldest_version) <= max_staleness]
+    fresh, stale = [], []
+    for g in ready:
+        (fresh if state.staleness(version, g) <= max_staleness else stale).append(g)
     if by_index:
         awaited = [*state.awaited(retried), *(stale if "stale" in retried else ())]
         missing = min((g.index for g in awaited), default=math.inf)
         fresh = sorted((g for g in fresh if g.index < missing), key=lambda g: (g.index, g.group_id))
     return fresh[:count], stale
-
-
-def staleness(version_being_trained: int, oldest_version: int) -> int:
-    """Age of a trajectory or group: version being trained minus the version of its oldest sampled token."""
-    return version_being_trained - oldest_version

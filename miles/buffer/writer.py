@@ -105,5 +105,6 @@ def _figures(items: list[dict]) -> dict:
     rewards = {i["sample"]: i["reward"] for i in items}
     return {
         "task": items[0]["task_id"], "trajectories": len(items), "samples": len(rewards), "oldest_version": min(i["oldest_version"] for i in items),
+        "sampled_by": sorted({v for i in items for v in i["sampled_by"]}),
         "tokens": sum(i["length"] for i in items), "reward_mean": float(np.mean(list(rewards.values()))),
     }

@@ -123,7 +123,7 @@ class BufferConfig(Section):
 
     capacity_groups: int = Field(ge=1, description="Finished groups that may wait; a full buffer starts no new group.")
     order: Literal["sealed", "index"] = Field("sealed", description="Which ready groups are trained first: `sealed` = first finished, first trained; `index` = in the order of their prompts, so that what a step trains does not depend on which trajectory ended first: to reproduce or compare runs. It waits for the slowest group of each step; a group that is sampled again keeps its place.")
-    max_staleness: int = Field(ge=0, description="Largest allowed (version being trained - oldest token version), counted when the group is trained.")
+    max_staleness: int = Field(ge=0, description="Largest allowed distance from the weights that sampled to those being trained, in versions, counted when the group is trained.")
     on_stale: Literal["drop", "retry"] = Field("drop", description="A group over the limit is dropped, or its prompt is sampled again.")
     filter: str = Field("none", pattern=r"^(none|equal_rewards|\w+(\.\w+)+)$", description="Finished groups that are not worth training: `none` = there are none; `equal_rewards` = all samples have the same reward, so that every advantage is 0; or `package.module.function(summaries) -> str`, which returns the reason to drop a group, or an empty string. Dropped groups are counted by reason and replaced.")
     on_filtered: Literal["drop", "retry"] = Field("drop", description="What replaces a group that `filter` drops: the next prompt, or once more the same prompt (a second time it is left).")

@@ -146,6 +146,11 @@ class Trajectory:
     def newest_version(self) -> int:
         return int(self.versions.max())
 
+    @property
+    def sampled_by(self) -> list[int]:
+        """The versions that sampled its tokens, each once, ascending."""
+        return np.unique(self.versions[self.loss_mask.astype(bool)]).tolist()
+
 
 @dataclass(frozen=True)
 class Group:

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from miles.buffer import Status
-from miles.buffer.state import staleness
 from miles.report.alarms import alarms, next_commands
 from miles.report.drafts import course, drafts
 from miles.report.read import RunData, Table
@@ -174,12 +173,12 @@ def truth_by_staleness(rows: Table) -> list[dict[str, Any]]:
 
 
 def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
-    """Version being trained minus the oldest token's version, at training time. mean over samples; `histogram` counts trained
-    samples by age (joined from the journal, so it may hold fewer when rollout logs are lost). Of ready groups, which are as old as they would be if they were
+    """Versions of weights between those that sampled and the one being trained (miles.buffer.versions), of the farthest token, at training time. mean over samples; `histogram` counts trained
+    samples by age (joined from the journal, so it may hold fewer when rollout logs are lost; of a sample's versions the logs name the lowest and the highest). Of ready groups, which are as old as they would be if they were
     trained at the newest version: `waiting_histogram` and `waiting_max` now, `waiting_mean_over_time` and `waiting_max_over_time` a value a second while
     there were some."""
     newest = max(data.lineage.versions.values(), default=None)
-    waiting = [staleness(newest, g.oldest_version) for g in data.buffer.ready_in_order()] if newest is not None else []
+    waiting = data.buffer.waiting_ages(newest) if newest is not None else []
     table, counts = queue_rows(data), Counter(waiting)
     out = {
         "limit": data.config.buffer.max_staleness,
@@ -199,8 +198,8 @@ def staleness_figures(data: RunData, steps: Table, ok: Table) -> dict[str, Any]:
     trained = data.lineage.trained_groups
     if ok:
         ages = Counter(
-            data.lineage.versions[trained[g]] - v
-            for g, v in zip(ok["group_id"].tolist(), ok["oldest_version"].tolist(), strict=True)
+            data.buffer.lineage.staleness(data.lineage.versions[trained[g]], versions)
+            for g, *versions in zip(*(ok[k].astype(int).tolist() for k in ("group_id", "oldest_version", "newest_version")), strict=True)
             if g in trained
         )
         out["histogram"] = {str(int(k)): ages[k] for k in sorted(ages)}

@@ -183,7 +183,7 @@ class Simulation:
             self._state.apply({"kind": "stale", "group": g.group_id})
         self.outcome.stale_groups += len(stale)
         if len(fresh) == self._cluster.groups_per_step:
-            self.outcome.staleness += [self._version - g.oldest_version for g in fresh]
+            self.outcome.staleness += [self._state.staleness(self._version, g) for g in fresh]
             self._training = True
             step, groups = len(self.outcome.step_ends) + 1, [g.group_id for g in fresh]
             self._state.apply({"kind": "taken", "groups": groups, "step": step})

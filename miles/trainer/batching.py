@@ -21,10 +21,10 @@ class Sequence:
     tokens: np.ndarray  # int32 [T]
     loss_mask: np.ndarray  # uint8 [T], 1 = sampled, trained
     logprobs: np.ndarray  # float32 [T], of the rollout, at the rollout's temperature; 0 where given
-    versions: np.ndarray  # int32 [T], weight version that sampled each token
+    versions: np.ndarray  # int32 [T], weight version that sampled each token, counted back from the one being trained (miles.buffer.Lineage.counted_back)
     routes: np.ndarray | None  # uint8|uint16 [rows, L, K], any order along K: the rows that this context-parallel rank holds (`held_rows`), the MoE layers of this pipeline stage; None where there are none, or nothing was recorded
     advantage: float
-    exact: bool  # every token and its KV prefix come from the very version being trained
+    exact: bool  # every token and its KV prefix come from the very weights being trained
     rollout: int  # which rollout of the step it is a leaf of, 0 .. sequences of the step - 1
 
     @property

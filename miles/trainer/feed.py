@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from miles.buffer import UNREADABLE, GroupInfo, GroupReader, Sealed, Stored, TrainerQueue
+from miles.buffer import UNREADABLE, GroupInfo, GroupReader, Lineage, Sealed, Stored, TrainerQueue
 from miles.comm import Link, World
 from miles.config import MilesConfig
 from miles.core import StructureError
@@ -33,7 +33,7 @@ class Item(msgspec.Struct, frozen=True, array_like=True):
     stored: Stored
     length: int
     reward: float
-    oldest_version: int
+    sampled_by: list[int]
     exact: bool
     routed: bool  # with routes of this model
     advantage: float = 0.0  # known when the step is complete
@@ -60,6 +60,7 @@ class Plan(msgspec.Struct, frozen=True):
     stop: str = ""
     commit: bool = False
     republish: bool = False
+    branches: list[tuple[int, int]] = []  # of the lineage of versions (miles.buffer.versions)
 
     @property
     def rollouts(self) -> dict[tuple[int, int], list[Item]]:
@@ -160,7 +161,7 @@ class Feed:
                 time.sleep(IDLE_S)
         self._link.wake()  # the buffer has room again
         items = [*kept, *(i for items in taken.values() for i in items)]
-        return Plan(step, version, self._with_advantages(items), waited + time.monotonic() - start, stale)
+        return Plan(step, version, self._with_advantages(items), waited + time.monotonic() - start, stale, branches=self._queue.state.lineage.branches)
 
     def _items_or_drop(self, group: GroupInfo) -> list[Item]:
         """Items of a group; none when its sealed record is gone or damaged: then it is dropped, and another takes its place."""
@@ -180,7 +181,7 @@ class Feed:
             if self._train_step.routing_replay and not routed:
                 raise StructureError(f"group {sealed.group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
                                      "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
-            out.append(Item(stored, s["length"], s["reward"], s["oldest_version"], s["exact"], routed))
+            out.append(Item(stored, s["length"], s["reward"], s["sampled_by"], s["exact"], routed))
         return out
 
     def _with_advantages(self, items: list[Item]) -> list[Item]:
@@ -202,7 +203,7 @@ class Feed:
         """Those of `items` that can be read, in their order, with the routes of this pipeline stage's layers at the rows of this context-parallel rank, where
         all of the step have some; and the groups of the others."""
         layers, number = self._train_step.layers if all(i.routed for i in plan.items) else [], {key: n for n, key in enumerate(plan.rollouts)}
-        sequences, bad = [], set()
+        sequences, bad, lineage = [], set(), Lineage(plan.branches)
         reads = self._reader.slices((i.stored for i in items), layers, self._train_step.held_rows)
         for item, read in zip(items, reads, strict=True):
             try:
@@ -211,6 +212,6 @@ class Feed:
                 bad.add(item.group)
                 continue
             sequences.append(Sequence(
-                tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=t.versions, routes=routes if layers else None,
-                advantage=item.advantage, exact=t.exact and t.oldest_version == plan.version, rollout=number[item.group, item.sample]))
+                tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=lineage.counted_back(plan.version, t.versions), routes=routes if layers else None,
+                advantage=item.advantage, exact=t.exact and not lineage.staleness(plan.version, item.sampled_by), rollout=number[item.group, item.sample]))
         return sequences, bad

@@ -105,9 +105,10 @@ class Trainer:
         if world.leader:
             remove_unfinished(run.weights_dir)
             self.log = RunLog(run.log_path(attempt, Role.TRAINER, world.rank, epoch), role="trainer", rank=world.rank, attempt=attempt, epoch=epoch)
-            self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier)
+            store = WeightStore(run)
+            self.queue = TrainerQueue(run, epoch, restored_step=self.step, frontier=frontier, newest=store.newest() or 0)
             self.link = Link(run, Role.TRAINER, epoch)
-            self.publisher = Publisher(run, epoch, WeightStore(run), self.link.wake, self._engine_checksum, after=frontier.version if frontier else 0,
+            self.publisher = Publisher(run, epoch, store, self.link.wake, self._engine_checksum, after=self.queue.newest,
                                        checksum_of=self._checksum_of(), adapters=self.frozen, adapters_before=frontier.adapters if frontier else None)
         self.replicas = Replicas(self.model.chunks, self.model.arch)
         self.quantize = Export.of(c, self.model.arch.family)
@@ -143,7 +144,7 @@ class Trainer:
                 self.queue.trained(batch.groups, batch.plan.version, self.step)
                 self.link.wake()
             last = self.step == self.config.run.steps
-            self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last)
+            self.checkpoint(due=last or self.step % self.config.checkpoint.every_steps == 0, wait=last, published=not self.turns.shared)
             t3 = time.monotonic()
             if self.turns.shared:
                 self.publish()
@@ -206,14 +207,14 @@ class Trainer:
     def _give(self) -> None:
         self.release_s = self.turns.give()
 
-    def checkpoint(self, *, due: bool, wait: bool) -> None:
+    def checkpoint(self, *, due: bool, wait: bool, published: bool = True) -> None:
         """Collective: go on with the checkpoint in progress; when one is `due`, start that of `self.step`: weights, optimizer, random state, and where
-        this cuts through the buffer. With `wait` it is published when this returns."""
+        this cuts through the buffer. With `wait` it is published when this returns. `published`: the weights have their version; else they get the next."""
         self.commit_checkpoint(wait=due)
         if due:
             frontier = None
             if self.queue is not None:
-                frontier = cut(self.queue.state, self.step, self.publisher.version, self.epoch, self.dir.current_epoch(Role.ROLLOUT), self.frozen)
+                frontier = cut(self.queue.state, self.step, self.publisher.version + (not published), self.epoch, self.dir.current_epoch(Role.ROLLOUT), self.frozen)
             self.checkpoints.begin(self.step, self.model, self.optimizer, self.critic, frontier)
         if wait:
             self.settle()
@@ -259,7 +260,8 @@ class Trainer:
         plan = batch.plan
         rollouts = plan.rollouts.values()  # a rollout counts once, whatever the number of its leaves
         rewards = np.array([leaves[0].reward for leaves in rollouts])
-        ages = np.array([plan.version - min(i.oldest_version for i in leaves) for leaves in rollouts])
+        lineage = self.queue.state.lineage
+        ages = np.array([max(lineage.staleness(plan.version, i.sampled_by) for i in leaves) for leaves in rollouts])
         figures = asdict(metrics)
         for staleness, found in figures.pop("by_staleness"):
             self.log.row("truth", step=self.step, version=plan.version, staleness=staleness, **found._asdict())

@@ -65,9 +65,10 @@ class Publisher:
     """Holds the last state that was gathered on the host, once: the base of the next delta, and what a late engine is sent. After a version that was not
     gathered (p2p) it holds none."""
 
-    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int = 0,
+    def __init__(self, run: RunDir, epoch: int, store: WeightStore, wake: Callable[[], None], engine_checksum: Checksum, after: int | None = None,
                  checksum_of: dict[str, Any] | None = None, adapters: dict[str, Any] | None = None, adapters_before: dict[str, Any] | None = None):
-        """`after`: a version that was published for certain, whatever is left of the files. checksum_of: how an engine's checksum follows from the bytes of a
+        """`after`: numbers go on behind this one, which is the highest ever used; behind the newest on disk by default. (Should there be a file of a fenced predecessor
+        under the next number, publishing fails and the trainer starts anew.) checksum_of: how an engine's checksum follows from the bytes of a
         version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it. adapters: what those go with
         that are published in place of weights (miles.weights.merged); before: what those of the checkpoint went with. Raises ConfigError: other weights than those that this run began with."""
         self._run, self._epoch, self._store, self._wake, self._checksum, self._checksum_of = run, epoch, store, wake, engine_checksum, checksum_of
@@ -86,7 +87,7 @@ class Publisher:
         self._trial = False  # all engines served the version before when this one began
         self._beside, self._thread = run.config.run.mode == "async", ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[Published] | None = None
-        self.version = max(store.newest() or 0, after)  # the newest, there or on its way; numbers go on where any earlier epoch stopped
+        self.version = (store.newest() or 0) if after is None else after  # the newest, there or on its way; numbers go on where any earlier epoch stopped
         if adapters:
             self._check_base(adapters, adapters_before)
 

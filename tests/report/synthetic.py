@@ -93,7 +93,7 @@ def trajectory_row(group, sample, rank=0, **changes):
         "engine_s": 1.5,
         "env_s": 0.5,
         "oldest_version": 0,
-        "newest_version": 0,
+        "newest_version": changes.get("oldest_version", 0),
         "finish": "done",
         "status": "ok",
         **changes,

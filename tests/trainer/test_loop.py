@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from safetensors.torch import load_file
 from tiny_models import SHARED_HEAD, make, with_draft
 
-from miles.buffer import BufferView, BufferWriter, Status, write_part
+from miles.buffer import BufferState, BufferView, BufferWriter, Status, write_part
 from miles.config import load_config, load_site
 from miles.core import NO_VERSION, EnvironmentFault, StaleEpochError, Trajectory
 from miles.optim import claim, folder_of
@@ -154,10 +154,10 @@ def test_four_steps_with_a_killed_rank_train_every_group_once(run):
         assert t["step"].tolist() == [3, 4] and t["unaccounted_tokens"].tolist() == [0, 0]
         assert (t["trajectories"].tolist(), t["leaves"].tolist(), t["reward_mean"].tolist()) == ([4, 4], [6, 6], [0.5, 0.5])  # each sample once
         assert np.isfinite(t["critic_loss"]).all() == np.isfinite(t["reference_kl_mean"]).all() == (run.config.algorithm.critic is not None)
-        assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [5 - 1, 6 - 4]
+        assert t["version"].tolist() == [5, 6] and t["staleness_max"].tolist() == [3 - 1, (6 - 5) + (4 - 3)]  # 5 has the weights of 3; 4 is undone
         assert t["published_version"].tolist() == [6, 7] and (t["published_s"] > 0).all()  # the last step too
         apart = f["tables/truth"]
-        assert [apart[name].tolist() for name in ("step", "staleness", "tokens")] == [[3, 4], [3, 2], t["sampled_tokens"].tolist()]  # 3: 3 or more
+        assert [apart[name].tolist() for name in ("step", "staleness", "tokens")] == [[3, 4], [2, 2], t["sampled_tokens"].tolist()]
     scratch = Path(load_site(run.config.cluster.site).scratch)
     assert not list(scratch.glob(f"miles-optimizer-{run.path.name}*"))
 
@@ -302,6 +302,10 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_one_before_it_taken(tmp_pat
     assert trained(run) == {0: 1, 1: 1, 2: 2, 3: 2, 4: 3, 5: 3}
     steps = [store.manifest(v).step for v in store.versions()]
     assert steps[-3:] == [1, 2, 3] and store.versions()[-1] == 6  # versions 1, 2, 3 of the first life, then 4 on
+    view = BufferView(run)
+    view.poll()
+    lineage = view.state.lineage
+    assert lineage.branches == [(3, 2)] and (lineage.distance(4, 2), lineage.distance(4, 3), lineage.distance(6, 3)) == (0, 1, 3)
     assert (frontier["trained"], frontier["cursor"], frontier["version"], frontier["taken"], frontier["ready"]) == (4, 4, 3, [], [])
     assert committed(run) == [2, 3] and not list(run.checkpoints_dir.glob(".*"))
     assert [describe_file(run.checkpoints_dir / folder / victim.name)[1] == json.loads((run.checkpoints_dir / folder / "COMMIT").read_text())["files"][victim.name][1]
@@ -335,6 +339,17 @@ def test_the_other_ranks_wait_for_the_leaders_version_over_mpi_not_in_a_collecti
         trainer.world = SimpleNamespace(leader=leads, broadcast_bytes=lambda data, said=said: rows.append(("told", data)))
         Trainer.settle_together(trainer)
     assert [row[0] for row in rows] == ["steps", "told", "told"] and [row[1] for row in rows[1:]] == [b"", None]
+
+
+@pytest.mark.parametrize("published, version", [(True, 8), (False, 9)])
+def test_a_checkpoint_names_the_version_of_its_weights_also_where_they_get_it_later(published, version):
+    """On shared GPUs the checkpoint is begun before the weights are published, and what was published last are those before the step."""
+    begun = []
+    trainer = SimpleNamespace(
+        queue=SimpleNamespace(state=BufferState()), publisher=SimpleNamespace(version=8), step=7, epoch=1, frozen=None, model=None, optimizer=None, critic=None,
+        dir=SimpleNamespace(current_epoch=lambda role: 2), commit_checkpoint=lambda wait: None, checkpoints=SimpleNamespace(begin=lambda *a: begun.append(a)))
+    Trainer.checkpoint(trainer, due=True, wait=False, published=published)
+    assert [(step, frontier.step, frontier.version) for step, *_, frontier in begun] == [(7, 7, version)]
 
 
 @pytest.mark.parametrize("wait", [True, False])

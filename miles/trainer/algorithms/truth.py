@@ -1,6 +1,6 @@
 """How far trainer and rollout are apart: figures over the sampled tokens of a step, also of each staleness. Pure functions of tensors.
 
-The staleness of a token is the number of weight versions between the one that sampled it and the one being trained. (That of a trajectory is the largest
+The staleness of a token is the number of weight versions from the one that sampled it to the one being trained, along the weights (miles.buffer.versions). (That of a trajectory is the largest
 of its tokens'. A token of staleness 0 may stand on a context that older weights have read; where it does not, it is called exact.)
 """
 
