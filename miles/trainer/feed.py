@@ -17,7 +17,7 @@ import torch.distributed as dist
 from miles.buffer import UNREADABLE, GroupInfo, GroupReader, Lineage, Sealed, Stored, TrainerQueue
 from miles.comm import Link, World
 from miles.config import MilesConfig
-from miles.core import StructureError
+from miles.core import ConfigError
 from miles.rundir import RunDir
 from miles.trainer.algorithms import load_advantage, step_advantages
 from miles.trainer.batching import BatchPlan, Sequence
@@ -174,13 +174,14 @@ class Feed:
         return []
 
     def _items(self, sealed: Sealed) -> list[Item]:
+        """Raises ConfigError: a trajectory without the routes that replay needs. No restart mends that, and the next group would be no better."""
         expected, out = self._train_step.routes_shape, []
         for stored, s in zip(sealed.trajectories, sealed.summaries, strict=True):
             found = s["routes_shape"]
             routed = expected is not None and found is not None and tuple(found) == expected
             if self._train_step.routing_replay and not routed:
-                raise StructureError(f"group {sealed.group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
-                                     "record routes in the engine, or set trainer.routing_replay = false", cause="routes")
+                raise ConfigError(f"group {sealed.group}: routes of shape {found} [MoE layers, experts per token]", f"{list(expected)} for this model",
+                                  "record routes in the engine, or set trainer.routing_replay = false")
             out.append(Item(stored, s["length"], s["reward"], s["sampled_by"], s["exact"], routed))
         return out
 

@@ -11,7 +11,7 @@ from test_loop import trajectory
 from miles.buffer import BufferWriter, TrainerQueue, write_part
 from miles.buffer.storage import parts_dir
 from miles.config import load_config
-from miles.core import StructureError
+from miles.core import ConfigError
 from miles.rundir import RunDir
 from miles.trainer.batching import BatchPlan, held_rows
 from miles.trainer.feed import Feed, Plan
@@ -74,8 +74,9 @@ def test_a_damaged_sample_leaves_the_others_and_names_its_group(run):
 @pytest.mark.parametrize("shape", [None, (5, 2), (6, 4)])
 def test_routes_of_another_model_or_none_end_the_run_with_advice(run, shape):
     put(run, None if shape is None else np.zeros((60, *shape), np.uint8))
-    with pytest.raises(StructureError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false"):
+    with pytest.raises(ConfigError, match=r"(?s)\[6, 2\] for this model.*routing_replay = false") as e:
         feed(run, [0])._items(sealed_of(run, 0))
+    assert e.value.exit_code == 2, "the step is not started again"
     free = feed(run, [0], replay=False)
     items = free._items(sealed_of(run, 0))
     (s,), bad = free._sequences(Plan(1, 1, items), items)
