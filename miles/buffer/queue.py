@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from miles.buffer.frontier import Frontier, check
@@ -61,16 +62,28 @@ class TrainerQueue:
         c = self._run.config.buffer
         retried = [kind for kind, then in (("stale", c.on_stale), ("filter", c.on_filtered)) if then == "retry"]
         fresh, stale = choose(self.state, count, version, c.max_staleness, by_index=c.order == "index", retried=retried)
-        self._retention.closed(g.group_id for g in stale)
-        for g in stale:
-            self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,
-                          "oldest_version": g.oldest_version, "tokens": g.tokens, "reward_mean": g.reward_mean})
+        self._drop_stale(stale, version, step)
         if len(fresh) < count:
             self._view.poll_own()
             return Taken((), tuple(stale)) if stale else None
         self._append({"kind": "taken", "groups": [g.group_id for g in fresh], "step": step, "version": version})
         self._view.poll_own()
         return Taken(tuple(fresh), tuple(stale))
+
+    def recheck(self, groups: Collection[int], version: int, step: int) -> set[int]:
+        """Of groups taken for `step` when an older version was newest, those that are over the limit at `version`: they are dropped, as in `take`."""
+        limit, found = self._run.config.buffer.max_staleness, (self.state.groups[i] for i in groups)
+        stale = [g for g in found if self.state.staleness(version, g) > limit]
+        if stale:
+            self._drop_stale(stale, version, step)
+            self._view.poll_own()
+        return {g.group_id for g in stale}
+
+    def _drop_stale(self, groups: list[GroupInfo], version: int, step: int) -> None:
+        self._retention.closed(g.group_id for g in groups)
+        for g in groups:
+            self._append({"kind": "stale", "group": g.group_id, "step": step, "version": version,
+                          "oldest_version": g.oldest_version, "tokens": g.tokens, "reward_mean": g.reward_mean})
 
     def drop(self, group_id: int, reason: str) -> None:
         """Drop a group of which a file does not verify, or is gone."""

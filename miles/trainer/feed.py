@@ -133,14 +133,16 @@ class Feed:
     # -- leader --------------------------------------------------------------------------------------------------------------
     def _plan(self, step: int, kept: list[Item], waited: float, stale: int) -> Plan:
         c: MilesConfig = self._run.config
-        wanted = c.trainer.groups_per_step - len({i.group for i in kept})
+        wanted = c.trainer.groups_per_step
         start, looked = time.monotonic(), 0.0
         taken: dict[int, list[Item]] = {}
+        for item in kept:
+            taken.setdefault(item.group, []).append(item)
         version = self._while_waiting()
         while len(taken) < wanted:
             if reason := self._stop_requested():
                 return Plan(step, version, stop=reason)
-            if not taken and not kept and self._checkpoint_written():
+            if not taken and self._checkpoint_written():
                 return Plan(step, version, commit=True)
             self._link.tick()
             if self._link.woken() or time.monotonic() - looked > LOOK_S:
@@ -148,19 +150,22 @@ class Feed:
                 self._queue.poll()
                 version = self._while_waiting()
                 if self._late():
-                    return Plan(step, version, [*kept, *(i for items in taken.values() for i in items)], waited + time.monotonic() - start, stale, republish=True)
+                    return Plan(step, version, [i for items in taken.values() for i in items], waited + time.monotonic() - start, stale, republish=True)
+                if old := self._queue.recheck(taken, version, step):  # the version rises while a step waits, too
+                    stale, taken = stale + len(old), {group: items for group, items in taken.items() if group not in old}
+                    self._link.wake()
                 got = self._queue.take(wanted - len(taken), version, step)
                 if got is not None:
                     stale += len(got.stale)
                     found = {g.group_id: self._items_or_drop(g) for g in got.groups}
                     taken |= {group: items for group, items in found.items() if items}
-                    looked = 0.0 if len(taken) < len(found) else looked  # what was dropped is replaced at once by what waits
+                    looked = looked if all(found.values()) else 0.0  # what was dropped is replaced at once by what waits
                     if got.stale:
                         self._link.wake()
             if len(taken) < wanted:
                 time.sleep(IDLE_S)
         self._link.wake()  # the buffer has room again
-        items = [*kept, *(i for items in taken.values() for i in items)]
+        items = [i for items in taken.values() for i in items]
         return Plan(step, version, self._with_advantages(items), waited + time.monotonic() - start, stale, branches=self._queue.state.lineage.branches)
 
     def _items_or_drop(self, group: GroupInfo) -> list[Item]:

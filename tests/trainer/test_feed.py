@@ -92,16 +92,60 @@ def test_without_replay_routes_are_read_where_all_of_a_step_have_some(run):
         assert (s.routes.shape[1] if layers else s.routes) == layers
 
 
-def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_it_is_waited_for(run):
-    """The step wants two groups and has one: the other comes only when the late engine has weights. What was taken stays taken."""
+class Alone:
+    leader = True
+
+    def broadcast_bytes(self, data):
+        return data
+
+
+def leader_alone(run, version=lambda: 1, late=lambda: False, republish=None):
+    """The feed of the only rank, of a model without routes. `version`: the newest."""
+    link = SimpleNamespace(tick=lambda: None, wake=lambda: None, woken=lambda: True)
+    step = SimpleNamespace(routes_shape=None, routing_replay=False, layers=[], data_rank=0, held_rows=None, plan=lambda n: BatchPlan(((tuple(range(len(n))),),)))
+    queue = TrainerQueue(run, run.new_epoch("trainer"), restored_step=0, frontier=None)
+    return Feed(run, Alone(), step, queue, link, lambda: "", lambda: False, version, late, republish)
+
+
+def sealer(run):
+    """Seals groups of one sample."""
     epoch = run.new_epoch("rollout")
     writer = BufferWriter(run, epoch)
 
-    def seal(group):
+    def seal(group, version=1):
         writer.start(group, "t")
-        write_part(run, epoch, [replace(trajectory(group, 0, 1), routes=None)])
+        write_part(run, epoch, [replace(trajectory(group, 0, version), routes=None)])
         writer.seal(group, [0])
 
+    return seal
+
+
+def test_what_a_step_has_taken_is_dropped_when_the_version_rises_beyond_the_limit_before_it_is_complete(tmp_path):
+    """Limit 1. Groups 0 and 1 are taken at version 5; 1 is damaged, and while the step waits for another, late engines are served by 6 and 7."""
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "trainer.groups_per_step=2", "buffer.max_staleness=1")))
+    seal, newest, reads = sealer(run), [5], []
+    seal(0, 4)
+    seal(1, 4)
+    f = leader_alone(run, lambda: newest[0])
+
+    def read(plan, bins):
+        reads.append((plan.version, sorted(i.group for i in plan.items)))
+        if len(reads) > 1:
+            return [], set()
+        newest[0] = 7
+        seal(2, 6)
+        seal(3, 7)
+        return [], {1}
+
+    f._read = read
+    batch = f.next(1)
+    assert reads == [(5, [0, 1]), (7, [2, 3])] and batch.groups == [2, 3]
+    assert f._queue.state.dropped_by_reason() == {"stale": 1, "digest": 1} and batch.plan.dropped_stale == 1
+
+
+def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_it_is_waited_for(run):
+    """The step wants two groups and has one: the other comes only when the late engine has weights. What was taken stays taken."""
+    seal = sealer(run)
     seal(0)
     late, told = iter([False, True]), []  # the second look comes after group 0 was taken
 
@@ -109,16 +153,7 @@ def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_
         told.append("weights")
         seal(1)
 
-    class Alone:
-        leader = True
-
-        def broadcast_bytes(self, data):
-            return data
-
-    link = SimpleNamespace(tick=lambda: None, wake=lambda: None, woken=lambda: True)
-    step = SimpleNamespace(routes_shape=None, routing_replay=False, layers=[], data_rank=0, plan=lambda lengths: BatchPlan(((tuple(range(len(lengths))),),)))
-    f = Feed(run, Alone(), step, TrainerQueue(run, run.new_epoch("trainer"), restored_step=0, frontier=None), link, lambda: "", lambda: False, lambda: 1,
-             lambda: next(late, False), republish)
+    f = leader_alone(run, late=lambda: next(late, False), republish=republish)
     f._read = lambda plan, bins: ([], set())
     batch = f.next(1)
     assert told == ["weights"] and batch.groups == [0, 1] and not batch.plan.republish
