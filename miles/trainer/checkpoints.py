@@ -21,7 +21,7 @@ from miles.comm import World
 from miles.core import EnvironmentFault, Role
 from miles.rundir import RunDir, publish_dir, remove_tree, remove_unfinished
 from miles.rundir.publish import explain_os_errors
-from miles.rundir.reread import patiently
+from miles.rundir.patience import patiently
 from miles.trainer.checkpoint import Saving, begin_checkpoint, describe_file, load_checkpoint
 from miles.trainer.critic import Critic
 from miles.weights.adapters import PEFT_FILES, write_peft
@@ -159,9 +159,9 @@ class Checkpoints:
         return Committed(self._step, oldest, self._copy_s, saving.write_s, sum(size for size, _ in files.values()))
 
     def _damaged(self, step: int) -> list[str]:
-        """Collective: files of a checkpoint that differ from its COMMIT, or are gone. Each rank reads some. Raises OSError: one cannot be read, which says nothing about it."""
+        """Collective: files of a checkpoint that differ from its COMMIT, or are gone. Each rank reads some. Raises UnreadableNow: one cannot be read."""
         folder = self._path(step)
-        data = patiently((folder / "COMMIT").read_bytes)
+        data = patiently((folder / "COMMIT").read_bytes, str(folder))
         try:
             commit = msgspec.json.decode(data, type=Commit)
         except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -170,7 +170,7 @@ class Checkpoints:
             files, bad = commit.files, []
         for name in sorted(files)[self._world.rank::self._world.size]:
             try:
-                found = patiently(partial(describe_file, folder / name))
+                found = patiently(partial(describe_file, folder / name), str(folder))
             except FileNotFoundError:
                 found = None
             if found != files[name]:

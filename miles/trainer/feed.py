@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from itertools import chain, repeat
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from miles.buffer import UNREADABLE, GroupInfo, GroupReader, Lineage, Sealed, Stored, TrainerQueue
 from miles.comm import Link, World
 from miles.config import MilesConfig
-from miles.core import ConfigError
+from miles.core import ConfigError, EnvironmentFault, Trajectory
 from miles.rundir import RunDir
+from miles.rundir.patience import patiently
 from miles.trainer.algorithms import load_advantage, step_advantages
 from miles.trainer.batching import BatchPlan, Sequence
 from miles.trainer.step import TrainStep
 
 LOOK_S = 1.0
 IDLE_S = 0.005
+MOST_UNREADABLE = 8
+"""Groups in a row that are dropped because they are damaged or gone. More of them are no accident of single files."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True):
@@ -99,12 +105,14 @@ class Feed:
         self._stop_requested, self._checkpoint_written, self._while_waiting = stop_requested, checkpoint_written, while_waiting
         self._late, self._republish = late, republish
         self._reader = GroupReader(run.buffer_dir)
+        self._unreadable = 0  # leader: groups in a row
 
     def next(self, step: int) -> Batch:
         """The batch of `step` (1-based). Waits for groups; returns a plan with `stop` set when a signal asks for the end, with `commit` set when a
         checkpoint can be published meanwhile.
 
-        A group whose file does not verify on some rank is dropped and replaced before training starts.
+        A group whose file does not verify on some rank is dropped and replaced before training starts. Raises EnvironmentFault: so it is with MOST_UNREADABLE
+        in a row. UnreadableNow: a file cannot be read at the moment.
         """
         kept: list[Item] = []
         waited, stale = 0.0, 0
@@ -121,8 +129,11 @@ class Feed:
             bins = self._train_step.plan([i.length for i in plan.items])
             sequences, bad = self._read(plan, bins)
             if not bad:
+                self._unreadable = 0
                 return Batch(plan, bins, sequences, time.monotonic() - start)
             if self._queue is not None:
+                known = {i.group for i in kept}
+                self._note_read({i.group: i.group in bad for i in plan.items if i.group not in known or i.group in bad})
                 for group in bad:
                     self._queue.drop(group, "digest")
             kept, waited, stale = [i for i in plan.items if i.group not in bad], plan.wait_s, plan.dropped_stale
@@ -171,12 +182,24 @@ class Feed:
     def _items_or_drop(self, group: GroupInfo) -> list[Item]:
         """Items of a group; none when its sealed record is gone or damaged: then it is dropped, and another takes its place."""
         try:
-            return self._items(self._reader.sealed(group.sealed))
-        except FileNotFoundError:
-            self._queue.drop(group.group_id, "missing")
-        except UNREADABLE:
-            self._queue.drop(group.group_id, "digest")
-        return []
+            sealed = patiently(lambda: self._reader.sealed(group.sealed), f"group {group.group_id}")
+        except UNREADABLE as e:
+            reason = "missing" if isinstance(e, FileNotFoundError) else "digest"
+            print(f"group {group.group_id} is dropped as {reason}: {e}", flush=True)
+            self._note_read({group.group_id: True})
+            self._queue.drop(group.group_id, reason)
+            return []
+        return self._items(sealed)
+
+    def _note_read(self, found: dict[int, bool]) -> None:
+        """Count groups that were read or not (True), in this order."""
+        for group, bad in found.items():
+            self._unreadable = self._unreadable + 1 if bad else 0
+            if self._unreadable == MOST_UNREADABLE:
+                raise EnvironmentFault(
+                    f"{MOST_UNREADABLE} groups in a row are damaged or gone, the last is group {group}", f"whole files in {self._run.buffer_dir}",
+                    "the output of the rank says which files and why: look for what removes or changes files there, and at the mount of the node; "
+                    "then `miles-submit resume` the run: the last of the groups were not dropped")
 
     def _items(self, sealed: Sealed) -> list[Item]:
         """Raises ConfigError: a trajectory without the routes that replay needs. No restart mends that, and the next group would be no better."""
@@ -213,11 +236,17 @@ class Feed:
         reads = self._reader.slices((i.stored for i in items), layers, self._train_step.held_rows)
         for item, read in zip(items, reads, strict=True):
             try:
-                t, routes = read.result()
-            except UNREADABLE:
+                t, routes = self._again_if_failed(read, item, layers)
+            except UNREADABLE as e:
+                print(f"group {item.group} is dropped as digest, sample {item.sample}: {e}", flush=True)
                 bad.add(item.group)
                 continue
             sequences.append(Sequence(
                 tokens=t.tokens, loss_mask=t.loss_mask, logprobs=t.logprobs, versions=lineage.counted_back(plan.version, t.versions), routes=routes if layers else None,
                 advantage=item.advantage, exact=t.exact and not lineage.staleness(plan.version, item.sampled_by), rollout=number[item.group, item.sample]))
         return sequences, bad
+
+    def _again_if_failed(self, read: Future, item: Item, layers: list[int]) -> tuple[Trajectory, np.ndarray | None]:
+        """What was read; where that failed, with files opened anew (miles.buffer.files)."""
+        tries = chain([read.result], repeat(lambda: self._reader.slice(item.stored, layers, self._train_step.held_rows)))
+        return patiently(lambda: next(tries)(), f"group {item.group}, sample {item.sample}")

@@ -14,7 +14,7 @@ import worlds
 from miles.config import load_config
 from miles.core import EnvironmentFault, StaleEpochError
 from miles.core.at_work import signs
-from miles.rundir import RunDir, reread
+from miles.rundir import RunDir, patience
 from miles.trainer import checkpoint, checkpoints
 from miles.trainer.checkpoint import begin_checkpoint, describe_file, load_checkpoint
 from miles.trainer.checkpoints import Checkpoints, Commit
@@ -140,19 +140,20 @@ def fails(monkeypatch, times, error):
         return describe_file(path)
 
     monkeypatch.setattr(checkpoints, "describe_file", describe)
-    monkeypatch.setattr(reread, "PAUSE_S", 0.0)
+    monkeypatch.setattr(patience.time, "sleep", lambda s: None)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EMFILE])
 def test_a_checkpoint_that_cannot_be_read_for_a_moment_is_read_again_and_not_set_aside(two_checkpoints, monkeypatch, error):
     newest, folder = two_checkpoints
     with monkeypatch.context() as m:
-        fails(m, 2, error)
+        fails(m, 3, error)
         assert newest() == 40
     with monkeypatch.context() as m:
-        fails(m, 3, error)
-        with pytest.raises(OSError, match=os.strerror(error)):  # the step starts again
+        fails(m, 4, error)
+        with pytest.raises(patience.UnreadableNow, match=os.strerror(error)) as e:
             newest()
+        assert e.value.exit_code == 1, "the step starts again"
     assert newest() == 40 and sorted(p.name for p in folder.iterdir()) == ["step_000020", "step_000040"]
 
 

@@ -1,5 +1,7 @@
 """What a rank reads of the buffer."""
 
+import errno
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -11,10 +13,10 @@ from test_loop import trajectory
 from miles.buffer import BufferWriter, TrainerQueue, write_part
 from miles.buffer.storage import parts_dir
 from miles.config import load_config
-from miles.core import ConfigError
-from miles.rundir import RunDir
+from miles.core import ConfigError, EnvironmentFault
+from miles.rundir import RunDir, patience
 from miles.trainer.batching import BatchPlan, held_rows
-from miles.trainer.feed import Feed, Plan
+from miles.trainer.feed import MOST_UNREADABLE, Feed, Plan
 from tests.buffer.parts import sealed_of
 
 
@@ -157,6 +159,81 @@ def test_an_engine_without_weights_is_given_them_by_all_ranks_before_the_groups_
     f._read = lambda plan, bins: ([], set())
     batch = f.next(1)
     assert told == ["weights"] and batch.groups == [0, 1] and not batch.plan.republish
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Pauses of no length, counted."""
+    slept = []
+    monkeypatch.setattr(patience.time, "sleep", slept.append)
+    return slept
+
+
+def failing(monkeypatch, error, times, name=".seg"):
+    """So many openings of files of that name fail."""
+    real, left = os.open, iter(range(times))
+
+    def open_(path, *args, **more):
+        if str(path).endswith(name) and next(left, None) is not None:
+            raise OSError(error, os.strerror(error), str(path))
+        return real(path, *args, **more)
+
+    monkeypatch.setattr(os, "open", open_)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT])
+def test_a_file_that_cannot_be_opened_for_a_moment_is_no_damage(run, monkeypatch, quick, error):
+    """ENOENT too: it is believed when it is said twice."""
+    seal = sealer(run)
+    seal(0)
+    f = leader_alone(run)
+    f._queue.poll()
+    items = f._items_or_drop(f._queue.state.groups[0])
+    failing(monkeypatch, error, times=1 if error == errno.ENOENT else 3)
+    sequences, bad = f._sequences(Plan(1, 1, items), items)
+    assert len(sequences) == 1 and not bad and len(quick) == (1 if error == errno.ENOENT else 3)
+
+
+def test_a_file_system_that_gives_no_answer_ends_the_step_and_no_group_is_dropped(run, monkeypatch, quick):
+    seal = sealer(run)
+    for group in range(4):
+        seal(group)
+    f = leader_alone(run)
+    failing(monkeypatch, errno.EIO, times=1000)
+    with pytest.raises(patience.UnreadableNow, match="cannot be read: .*Input/output error") as e:
+        f.next(1)
+    assert e.value.exit_code == 1, "the step is started again"
+    assert tuple(quick)[-3:] == patience.PAUSES_S and f._queue.state.dropped_by_reason() == {}
+
+
+def test_what_is_gone_is_believed_at_the_second_look_and_said_with_its_file(run, monkeypatch, quick, capfd):
+    seal = sealer(run)
+    seal(0)
+    f = leader_alone(run)
+    f._queue.poll()
+    items = f._items_or_drop(f._queue.state.groups[0])
+    segment = next(parts_dir(run.buffer_dir).glob("*.seg"))
+    segment.unlink()
+    assert f._sequences(Plan(1, 1, items), items) == ([], {0}) and quick == [patience.PAUSES_S[0]]
+    assert segment.name in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("good, stops", [(range(0), True), (range(0, 40, 8), False)])
+def test_many_damaged_groups_in_a_row_stop_the_trainer_and_are_not_all_dropped(tmp_path, quick, good, stops):
+    """Steps of two of 40 groups. With every eighth whole, there are never more than seven in a row, and each is replaced."""
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "trainer.groups_per_step=2", "buffer.capacity_groups=50")))
+    seal = sealer(run)
+    for group in range(40):
+        seal(group)
+    f = leader_alone(run)
+    f._read = lambda plan, bins: ([], {i.group for i in plan.items} - set(good))
+    if stops:
+        with pytest.raises(EnvironmentFault, match="8 groups in a row are damaged or gone"):
+            f.next(1)
+        assert f._queue.state.dropped_by_reason() == {"digest": MOST_UNREADABLE - 2}
+    else:
+        assert f.next(1).groups == [0, 8]
+        assert f._queue.state.dropped_by_reason() == {"digest": 7}
 
 
 def test_the_leaves_of_a_rollout_have_one_number_in_the_step_and_its_advantage(run, world):
