@@ -100,8 +100,7 @@ class EngineWeights:
         if newest is None or newest <= max(self.version, self._refused):
             return False
         try:
-            manifest = self.store.manifest(newest)
-            self._check(manifest)
+            manifest = await self._in_thread(self._look, newest)
         except (StructureError, FileNotFoundError) as e:
             self._refuse(newest, str(e))
             return False
@@ -135,6 +134,12 @@ class EngineWeights:
         self._released = (time.monotonic() - start, time.monotonic())
         self._acknowledge(self.version, "", released=self.version)
 
+    def _look(self, version: int) -> Manifest:
+        """The manifest of a version that the engine can take. Raises FileNotFoundError or StructureError."""
+        manifest = self.store.manifest(version)
+        self._check(manifest)
+        return manifest
+
     async def _take(self) -> None:
         """Memory again, after `release`."""
         if self._released is not None:
@@ -156,7 +161,7 @@ class EngineWeights:
     async def _apply_files(self, newest: int) -> bool:
         start = time.monotonic()
         try:
-            if self.version >= 0 and self._released is None and (patches := in_place(self.store.chain(newest, self.version))):
+            if self.version >= 0 and self._released is None and (patches := await self._in_thread(self._in_place, newest)):
                 await self._apply_patches(patches, start)
                 return True
             self._patches.forget()
@@ -177,6 +182,9 @@ class EngineWeights:
         finally:
             self._copy.release()
         return True
+
+    def _in_place(self, newest: int) -> list[Manifest]:
+        return in_place(self.store.chain(newest, self.version))
 
     async def _apply_copy(self, manifest: Manifest, start: float) -> None:
         """Have the engine load the host copy, which nobody changes meanwhile."""

@@ -13,7 +13,7 @@ On disk the trainer waits for what needs its weights, and the rest is done by a 
 
     begin    keyframe: gather into the state that is held          delta: gather, compare with that state, encode; it becomes the new one
     beside   write it (nobody changes it before the next `begin`)  write the encoded blocks, of which `WAITING_BYTES` may wait, else the gathering waits
-             sync, manifest, rename into place, retire old versions, wake the engines
+             sync, manifest, rename into place, wake the engines; then, whatever way it went, retire old versions
 
 There is one version on its way at most: each `begin` waits for the one before. Not beside, but in `begin`: what goes over a wire (collectives of two threads on
 one device wait for each other for ever), what `auto` measures, and everything in synchronous mode, where the next batch is made with this version (and
@@ -27,7 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from miles.core import ConfigError, EnvironmentFault, Role, StructureError
 from miles.core.at_work import at_work
@@ -50,6 +50,7 @@ WAITING_BYTES = 4 * BLOCK_BYTES
 as what it encodes) little beside the bucket that is gathered and the blocks in work."""
 NOT_SERVED = "an engine does not serve the version before"
 Checksum = Callable[[State], str]
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Publisher:
         self._trial = False  # all engines served the version before when this one began
         self._beside, self._thread = run.config.run.mode == "async", ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._writing: Future[Published] | None = None
+        self._retiring: Future[None] | None = None
         self.version = (store.newest() or 0) if after is None else after  # the newest, there or on its way; numbers go on where any earlier epoch stopped
         if adapters:
             self._check_base(adapters, adapters_before)
@@ -131,10 +133,14 @@ class Publisher:
         return publication.result()
 
     def settle(self) -> None:
-        """Wait until the version that was begun is there. Raises, once, what kept it from that: its number is used up then, and the next is a keyframe."""
+        """Wait until the version that was begun is there, and those that nobody needs are gone. Raises, once, what kept it from that: its number is used up
+        then, and the next is a keyframe."""
         writing, self._writing = self._writing, None
         if writing is not None:
             there(writing)
+        retiring, self._retiring = self._retiring, None
+        if retiring is not None:
+            there(retiring)
 
     def fillable(self) -> int | None:
         """The rollout epoch whose ranks are to be sent the next version point to point: all of them serve the version before."""
@@ -235,9 +241,14 @@ class Publisher:
         with at_work(f"writing a version to {self._run.weights_dir}"):
             self._last = m = publish()
             self._on_files = True
-            self._store.retire(self._config.keep_keyframes, serving(self._run))
             self._wake()
+        self._retiring = self._thread.submit(self._retire)
         return Published(m.version, "disk", m.file_size, time.monotonic() - start, note)
+
+    def _retire(self) -> None:
+        """In that thread too, when the engines have been woken."""
+        with at_work(f"removing old versions from {self._run.weights_dir}"):
+            self._store.retire(self._config.keep_keyframes, serving(self._run))
 
     def _ready_group(self) -> BroadcastGroup | None:
         """The group over the engines that live now, made anew when they are others; None unless all of them serve the version before."""
@@ -269,6 +280,7 @@ class Publisher:
 
     def _done(self, step, m: Manifest, transport: str, size: int, start: float, note: str) -> Future[Published]:
         self.version, self._step, self._last = m.version, step, m
+        self._retiring = self._thread.submit(self._retire)
         return self._measured(_known(Published(m.version, transport, size, time.monotonic() - start, note)), start)
 
     @property
@@ -311,13 +323,13 @@ class Publisher:
         self._group, self._members = None, ()
 
 
-def there(publication: Future[Published]) -> Published:
-    """Wait until it is, bit by bit: in between the main thread shows that it lives (miles.comm.pulse). Raises what kept it from that."""
+def there(publication: Future[Result]) -> Result:
+    """Wait until it is done, bit by bit: in between the main thread shows that it lives (miles.comm.pulse). Raises what kept it from that."""
     _await(publication)
     return publication.result()
 
 
-def _await(publication: Future[Published]) -> None:
+def _await(publication: Future) -> None:
     while not wait([publication], timeout=WAIT_S).done:
         pass
 

@@ -35,9 +35,11 @@ from miles.weights.digest import digest
 from miles.weights.patch import Encoded, Patch, State, Tensors, encode_patch, write_patch
 from miles.weights.retention import expired
 
-_KEYFRAME, _DELTA = "weights.safetensors", "weights.patch"
+_KEYFRAME, _DELTA, _NO_FILE = "weights.safetensors", "weights.patch", "no file"
 FILES = ("keyframe", "delta")
 """Encodings that a reader finds in the folder; the others went over the wire."""
+AT_ONCE = 128
+"""Versions that are removed at a time: those that a run has left which never removed any are not in the way of what it publishes now."""
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -80,7 +82,7 @@ class WeightStore:
 
     def __init__(self, run: RunDir):
         self._run, self._dir = run, run.weights_dir
-        self._keyframes: dict[int, bool] = {}  # of versions whose manifest was read for it
+        self._kinds: dict[int, str] = {}  # of versions that were looked at for it: its file, or `_NO_FILE`
 
     # -- reading -------------------------------------------------------------------------------------------------------------
     def versions(self) -> list[int]:
@@ -95,7 +97,7 @@ class WeightStore:
         published."""
         path = self._path(version) / "MANIFEST.json"
         try:
-            m = msgspec.json.decode(path.read_bytes(), type=Manifest)
+            m = _decode(path.read_bytes())
         except FileNotFoundError:
             raise
         except OSError as e:
@@ -195,23 +197,39 @@ class WeightStore:
         return m
 
     def retire(self, keep_keyframes: int, serving: Iterable[int] = ()) -> list[int]:
-        """Remove the versions that nobody needs (miles.weights.retention). Returns those removed."""
+        """Remove the versions that nobody needs (miles.weights.retention), the oldest first, `AT_ONCE` at most. Returns those removed. Looks into the folders
+        that are new to it, and decodes no manifest."""
         versions = self.versions()
-        gone = expired(versions, [v for v in versions if self._is_keyframe(v)], keep_keyframes, serving)
+        self._kinds = {v: kind for v in versions if (kind := self._kinds.get(v) or self._kind(v)) is not None}
+        keyframes, wired = ([v for v, k in self._kinds.items() if k == kind] for kind in (_KEYFRAME, _NO_FILE))
+        gone = expired(versions, keyframes, keep_keyframes, serving, wired)[:AT_ONCE]
         for v in gone:
             remove_tree(self._path(v))
         return gone
 
-    def _is_keyframe(self, version: int) -> bool:
-        if version not in self._keyframes:
-            try:
-                self._keyframes[version] = self.manifest(version).encoding == "keyframe"
-            except (FileNotFoundError, StructureError):
-                return False  # nobody can read it
-        return self._keyframes[version]
+    def _kind(self, version: int) -> str | None:
+        """The file of a version, which is there from the beginning or never (`_NO_FILE`); one that has lost it can be read no more than what never had one.
+        None: the folder is gone, or cannot be read now."""
+        try:
+            names = os.listdir(self._path(version))
+        except OSError:
+            return None
+        return next((name for name in (_KEYFRAME, _DELTA) if name in names), _NO_FILE)
 
     def _path(self, version: int) -> Path:
         return self._dir / f"v{version:06d}"
+
+
+def _decode(data: bytes) -> Manifest:
+    """Tensor by tensor: whoever does this in a thread lets others run in between, while one call for the manifest of a large model (17 MB) would hold Python's
+    lock for half a second. Raises MsgspecError."""
+    parts = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+    tensors = msgspec.json.decode(parts.get("tensors", b"{}"), type=dict[str, msgspec.Raw])
+    head = msgspec.json.decode(msgspec.json.encode(parts | {"tensors": {}}), type=Manifest)
+    return msgspec.structs.replace(head, tensors={name: _TENSOR.decode(described) for name, described in tensors.items()})
+
+
+_TENSOR = msgspec.json.Decoder(dict[str, Any])
 
 
 def _mark(m: Manifest) -> str:
