@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -36,6 +37,7 @@ from miles.weights.acks import Ack
 from miles.weights.merged import MergedModel
 from miles.weights.node import Memory, NodeFolder
 from miles.weights.patch import State
+from miles.weights.required import required_tensors
 from miles.weights.shared import NodeCopy, NodePatches
 from miles.weights.store import Manifest, WeightStore
 from miles.weights.turns import EngineTurns
@@ -70,7 +72,7 @@ class EngineWeights:
     def __init__(self, run: RunDir, rank: int, epoch: int, incarnation: int, client: EngineClient, log: RunLog, turns: EngineTurns,
                  receiver: Receiver | None):
         """receiver: of weights sent point to point, where they may be."""
-        self._receiver = receiver
+        self._run, self._receiver = run, receiver
         self._rank, self._epoch, self._incarnation, self._turns = rank, epoch, incarnation, turns
         self._client, self._log, self._pause = client, log, run.config.weights.pause
         self._flush = self._pause == "retract"  # retracted requests must not find their old KV in the prefix cache
@@ -151,12 +153,16 @@ class EngineWeights:
 
     def _check(self, manifest: Manifest) -> None:
         """Before the engine hears of a version. Raises StructureError for one that the engine would take in part, or die of: SGLang reports success for a
-        tensor that it does not know, and keeps what it has of one that is missing."""
+        tensor that it does not know, and keeps what it has of one that is missing, which no checksum shows on a GPU."""
         if self._merged is None:  # which fits the model because it is made from its folder
             self._client.check_tensors({n: (tuple(t["shape"]), t["dtype"]) for n, t in manifest.tensors.items()})
-        if self._served is not None and (missing := self._served.tensors.keys() - manifest.tensors.keys()):
-            raise StructureError(f"v{manifest.version} lacks {len(missing)} tensors of v{self.version}, which is served: {sorted(missing)[:5]}",
-                                 "every tensor in every version", "the version is skipped: check what the trainer exports", cause="weights:missing")
+        if missing := self._required - manifest.tensors.keys():
+            raise StructureError(f"v{manifest.version} lacks {len(missing)} of {len(self._required)} tensors: {sorted(missing)[:5]}",
+                                 "every tensor that is trained in every version", "the version is skipped: check what the trainer exports", cause="weights:missing")
+
+    @cached_property
+    def _required(self) -> frozenset[str]:
+        return required_tensors(self._run.config, () if self._merged is not None else self._client.parameters)
 
     async def _apply_files(self, newest: int) -> bool:
         start = time.monotonic()

@@ -8,6 +8,7 @@
     shared.py     one pull and one host copy for all ranks of a node
     node.py       memory that they share, with a lock and a record of what lies where
     adapters.py   low-rank adapters, and the weights that they make
+    required.py   which tensors a version must have
     merged.py     the reader's side where adapters alone travel: the model folder with the newest merged into it
     file_layout.py where tensors lie in a safetensors file made in memory
     acks.py       what each engine says it serves

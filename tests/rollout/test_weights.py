@@ -20,6 +20,7 @@ from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir
 from miles.weights.acks import read_ack
 from miles.weights.digest import bits
+from miles.weights.p2p.filled import Filled
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore
 from miles.weights.turns import EngineTurns
@@ -191,7 +192,7 @@ def missing(s, state):
 @pytest.mark.parametrize(("publish", "said"), [
     (flip, "another digest"), (unreadable, "Is a directory"), (lost, "No such file"), (unknown, "no parameter 'nope.weight'"),
     (wrong_shape, r"model.norm.weight has shape \(65,\)"), (wrong_kind, "model.norm.weight is int32"),
-    (missing, "lacks 1 tensors of v1.*model.norm.weight"),
+    (missing, "lacks 1 of 20 tensors.*model.norm.weight"),
 ])
 @pytest.mark.parametrize("how", [HOW, None])
 def test_what_does_not_verify_or_is_not_the_model_never_reaches_an_engine_which_goes_on_with_what_it_serves(scene, publish, said, how):
@@ -208,6 +209,37 @@ def test_what_does_not_verify_or_is_not_the_model_never_reaches_an_engine_which_
         s.publisher._since_keyframe = 99
         s.publisher.publish(2, own(good))  # the next keyframe repairs it
         assert await s.weights.follow() and serves(s.engine, good) and (s.ack().version, s.ack().error) == (3, "")
+
+    scene(scenario, how)
+
+
+def file_keyframe(s, part):
+    s.publisher.publish(1, own(part))
+
+
+def point_to_point(s, part):
+    described = {n: {"shape": list(t.shape), "dtype": "float32", "digest": "x"} for n, t in part.items()}
+    s.publisher.publish_filled(1, Filled("1.1", 1, ("d",), described, 0), 0.0)
+
+
+def by_broadcast(s, part):
+    s.publisher._store.publish_broadcast(s.publisher.version + 1, 1, part, 1, base=s.weights.version, extra=lambda: {"group": {"members": {"0": 1}}})
+
+
+@pytest.mark.parametrize("publish", [file_keyframe, point_to_point, by_broadcast])
+@pytest.mark.parametrize("how", [HOW, None])
+@pytest.mark.parametrize("served", [False, True])
+def test_a_version_in_which_tensors_are_missing_never_reaches_an_engine_whatever_it_serves(scene, publish, how, served):
+    """Whatever way it came, also as the first one, when a GPU's engine would keep the model folder's for those that are missing."""
+    async def scenario(s):
+        if served:
+            s.publisher.publish(0, own(s.source))
+            await s.weights.follow()
+            s.engine.calls.clear()
+        s.weights._receiver = SimpleNamespace(holds=lambda manifest: True)
+        publish(s, dict(sorted(s.source.items())[:3]))
+        assert not await s.weights.follow() and s.engine.calls == []
+        assert s.ack().refused == 1 + served and "lacks 17 of 20 tensors" in s.ack().error and s.ack().version == (1 if served else -1)
 
     scene(scenario, how)
 
