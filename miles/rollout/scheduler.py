@@ -152,6 +152,7 @@ class Scheduler:
         self._over = -1  # the version whose turn on shared GPUs has ended
         self._next_id = state.next_group_id()
         self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
+        self._pass: tuple[int, list[str]] = -1, []  # (number, order of the tasks) of the newest pass: to shuffle 100,000 tasks takes a sixth of a second
         for g in sorted(state.with_status(Status.OPEN), key=lambda g: g.group_id):
             self._open[g.group_id] = _Open(g.task_id, done=set((parts or {}).get(g.group_id, ())))
             self._waiting.extend((g.group_id, s) for s in range(rules.group_size) if s not in self._open[g.group_id].done)
@@ -400,10 +401,12 @@ class Scheduler:
 
     def task_at(self, cursor: int) -> str:
         """The task of the `cursor`-th fresh group: each pass over the tasks is one seeded shuffle. A pure function of (seed, cursor)."""
-        epoch, index = divmod(cursor, len(self._tasks))
-        order = list(self._tasks)
-        random.Random(f"{self.rules.seed}/{epoch}").shuffle(order)
-        return order[index]
+        number, index = divmod(cursor, len(self._tasks))
+        if self._pass[0] != number:
+            order = list(self._tasks)
+            random.Random(f"{self.rules.seed}/{number}").shuffle(order)
+            self._pass = number, order
+        return self._pass[1][index]
 
     def engines(self) -> dict[int, tuple[int, int]]:
         """Living rank -> (version its engine serves, trajectories on it)."""

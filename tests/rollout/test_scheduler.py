@@ -291,6 +291,14 @@ def test_each_pass_over_the_tasks_is_a_permutation_and_depends_only_on_seed_and_
     a, b = (Scheduler(rules(seed=5), "abcd", BufferState()) for _ in range(2))
     first = [a.task_at(i) for i in range(8)]
     assert sorted(first[:4]) == sorted(first[4:]) == list("abcd") and first == [b.task_at(i) for i in range(8)]
+    assert first == [b.task_at(i) for i in reversed(range(8))][::-1] and "".join(first) == "bacdcbda", "in whatever order they are asked, of whatever version of Miles"
+
+
+def test_the_tasks_of_a_pass_are_shuffled_once(monkeypatch):
+    shuffled = []
+    monkeypatch.setattr(random.Random, "shuffle", lambda self, tasks: shuffled.append(len(tasks)))
+    s = Scheduler(rules(), "abcd", BufferState())
+    assert [s.task_at(i) for i in range(12)] == list("abcd") * 3 and shuffled == [4, 4, 4]
 
 
 @settings(max_examples=40, deadline=None)
