@@ -12,13 +12,15 @@ between its hello and its connect costs its successor that long without a link, 
 no link until one is restarted.
 
 Messages carry no content that is not also a file: they say "look now" (a group is ready, a version is published, groups were consumed).
-Without a link both sides still look every second or two.
+Without a link both sides still look every second or two. A wake-up costs no file: those of the handshake are looked at a few times a second while it is due,
+and the peer's epoch once a second afterwards, so that a peer that was started again is found as soon.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +31,10 @@ from miles.core import Role
 from miles.rundir import RunDir, publish_bytes
 
 _TAG, _MAX_PENDING = 11, 64
+LOOK_S = 1.0
+"""How often the epoch of a peer is read with which all is done that can be: leaders tick every few milliseconds, and each read is one of a shared file system."""
+SHAKE_S = 0.2
+"""How often the files of a handshake that is due are looked at."""
 
 
 class Link:
@@ -43,6 +49,7 @@ class Link:
         self._handshake: Handshake | None = None
         self._pending: list[MPI.Request] = []
         self._waking = threading.Lock()
+        self._look_at = 0.0  # monotonic time of the next look at the files
 
     @property
     def connected(self) -> bool:
@@ -55,10 +62,13 @@ class Link:
                 return
             self._handshake = None
             self._linked(found)
+        if time.monotonic() < self._look_at:
+            return
         peer = self._run.current_epoch(Role.ROLLOUT if self._role is Role.TRAINER else Role.TRAINER)
         pair = f"{peer}.{self._epoch}" if self._role is Role.TRAINER else f"{self._epoch}.{peer}"
         if peer and pair != self._pair:
             self._shake(pair, self._dir / f"hello.{pair}", self._dir / f"port.{pair}")
+        self._look_at = time.monotonic() + (LOOK_S if pair == self._pair else SHAKE_S)
 
     def wake(self) -> None:
         """Tell the peer to look at the files now. Lost when there is no peer. Of any thread."""

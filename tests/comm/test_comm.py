@@ -1,11 +1,15 @@
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from miles.comm import Link, link
 from miles.config import load_config
+from miles.core import Role
 from miles.rundir import RunDir
 
 PROGRAM = Path(__file__).with_name("world_program.py")
@@ -87,3 +91,54 @@ def _no_leftovers():
     yield
     time.sleep(0.05)
     subprocess.run(["pkill", "-9", "-f", str(PROGRAM)], check=False)
+
+
+class Handshaken:
+    """In place of a handshake: it ends at once. Nothing is sent."""
+
+    def __init__(self, call, what):
+        self.of = what
+
+    def ended(self):
+        return SimpleNamespace(Iprobe=lambda *_: False, of=self.of)
+
+
+@pytest.fixture
+def leader(tmp_path, monkeypatch):
+    """The rollout leader's end beside a clock of the test's own, with a count of its looks at the trainer's epoch."""
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}",)))
+    clock, looks = SimpleNamespace(now=0.0), Counter()
+    monkeypatch.setattr(link, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    monkeypatch.setattr(link, "Handshake", Handshaken)
+    read = run.current_epoch
+    monkeypatch.setattr(run, "current_epoch", lambda role: looks.update([role]) or read(role))
+    end = Link(run, Role.ROLLOUT, run.new_epoch("rollout"))
+
+    def tick(seconds):
+        """As a leader does, every 5 ms. Returns how often the epoch was read."""
+        before = looks[Role.TRAINER]
+        for _ in range(round(seconds / 0.005)):
+            end.tick()
+            end.woken()
+            clock.now += 0.005
+        return looks[Role.TRAINER] - before
+
+    return SimpleNamespace(run=run, end=end, tick=tick)
+
+
+def test_a_connected_leader_reads_the_epoch_of_its_peer_once_a_second_and_finds_a_successor_within_one(leader):
+    leader.run.new_epoch("trainer")
+    leader.tick(1.0)
+    (leader.run.path / "link" / "port.1.1").touch()
+    leader.tick(1.0)
+    assert leader.end.connected and leader.tick(20.0) <= 21
+    leader.run.new_epoch("trainer")
+    (leader.run.path / "link" / "port.1.2").touch()
+    assert leader.tick(link.LOOK_S + link.SHAKE_S + 0.1) and leader.end.connected and "1.2" in leader.end._comm.of
+
+
+def test_a_leader_without_a_peer_looks_for_it_a_few_times_a_second(leader):
+    assert leader.tick(20.0) <= 20 / link.SHAKE_S + 1
+    leader.run.new_epoch("trainer")
+    leader.tick(link.SHAKE_S)
+    assert (leader.run.path / "link" / "hello.1.1").exists()
