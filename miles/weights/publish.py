@@ -79,6 +79,7 @@ class Publisher:
         self._step = 0
         self._last: Manifest | None = None  # of the newest version, where this publisher published one
         self._repairs: Counter[int] = Counter()  # rank -> keyframes that were published because it refused the version before, since it served one
+        self._given_up: set[int] = set()  # ranks of which it was said that they have used up their repairs
         self._since_keyframe = 0
         self._on_files = False  # files lead to the newest version
         self._group: BroadcastGroup | None = None
@@ -176,6 +177,7 @@ class Publisher:
         if len(acks) == self._run.config.cluster.rollout.ranks and all(a.refused == m.version for a in acks.values()):
             raise EnvironmentFault(f"every rank refuses v{m.version}, as it did the {REPAIRS} keyframes before; rank {min(acks)}: {acks[min(acks)].error}",
                                    "a version that engines can take", f"find out what is wrong with {self._run.weights_dir} on the rollout nodes, or with what is exported")
+        self._say_given_up(acks)
         if m.encoding in FILES:
             return False
         if m.encoding == "p2p" and m.extra["p2p"]["link"] == f"{self._run.current_epoch(Role.ROLLOUT)}.{self._epoch}":
@@ -312,6 +314,14 @@ class Publisher:
             if a.version >= 0 and a.refused < 0:
                 del self._repairs[a.rank]
         return [a for a in acks.values() if a.refused == self.version and self._repairs[a.rank] < REPAIRS]
+
+    def _say_given_up(self, acks: dict[int, Ack]) -> None:
+        """Once for each rank that gets no more keyframes of its own: the schedule leaves it out, and nothing else would tell."""
+        refusing = {a.rank for a in acks.values() if a.refused == self.version}
+        for rank in sorted(refusing - self._given_up):
+            print(f"rank {rank} refuses v{self.version}, as it did the {REPAIRS} keyframes before: {acks[rank].error}; the run goes on without its engine until it "
+                  f"takes a version: find out what is wrong with {self._run.weights_dir} or the model folder on its node", flush=True)
+        self._given_up = {r for r in self._given_up | refusing if self._repairs[r] >= REPAIRS}
 
     def _all_serve(self, acks: dict[int, Ack]) -> bool:
         """Whether every engine serves the newest version."""

@@ -237,7 +237,7 @@ def test_what_a_rank_refuses_is_not_the_base_of_a_delta(tmp_path):
     assert [WeightStore(run).manifest(v).encoding for v in (2, 3)] == ["delta", "keyframe"]
 
 
-def test_a_rank_that_refuses_everything_gets_no_more_keyframes_of_its_own_until_it_has_served_one(tmp_path):
+def test_a_rank_that_refuses_everything_gets_no_more_keyframes_of_its_own_until_it_has_served_one_and_that_is_said_once(tmp_path, capsys):
     run, _, p = make(tmp_path, "disk", **{"weights.keyframe_every": 100})
     run.new_epoch("rollout")
     p.publish(0, state(0).items())
@@ -248,6 +248,8 @@ def test_a_rank_that_refuses_everything_gets_no_more_keyframes_of_its_own_until_
     p.publish(2, state(2).items())
     refuse(run, 6, 1)
     assert p.version == 6 and WeightStore(run).manifest(6).encoding == "delta" and not p.late()
+    said = capsys.readouterr().out
+    assert said.count("the run goes on without its engine") == 1 and "rank 1 refuses v4, as it did the 3 keyframes before: another digest" in said
     refuse(run, 6, 0, 1)  # another for the first time
     assert p.serve_late().version == 7
     served(run, 7)
