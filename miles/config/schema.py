@@ -233,7 +233,7 @@ class WeightsConfig(Section):
     keyframe_every: int = Field(10, ge=1, description="Every so many versions all tensors are written in full.")
     keep_keyframes: int = Field(2, ge=1, description="Keyframes (with the patches after them) kept on disk; up to twice as many while an engine may still be reading older ones.")
     pause: Literal["in_place", "retract"] = Field("in_place", description="What happens to running requests: held with their KV cache, or put back and prefilled again.")
-    ack_timeout_s: float = Field(300.0, gt=0, description="Seconds that a transfer over the wire (`broadcast`, `p2p`) may take before it has failed and weights go another way.")
+    ack_timeout_s: float = Field(300.0, gt=0, description="Seconds that a transfer over the wire (`broadcast`, `p2p`) may take before it has failed and weights go another way; and that a synchronous batch waits for an engine of the run that does not serve its version.")
 
 
 class CheckpointConfig(Section):

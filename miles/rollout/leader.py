@@ -35,7 +35,8 @@ def rules_from_config(c: MilesConfig, tests_s: float) -> Rules:
     return Rules(
         in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
         total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
-        groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None,
+        groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None, max_staleness=c.buffer.max_staleness,
+        behind_s=c.weights.ack_timeout_s,
         retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", ordered=c.buffer.order == "index", seed=c.run.seed,
         sample_s=c.rollout.deadline_s + c.tasks.command_timeout_s + tests_s + SLACK_S, silent_s=SILENT_S, held_s=HELD_S,
     )
@@ -62,6 +63,7 @@ class Leader:
         self._urls: dict[int, str] = {}  # rank -> its living engine
         self._told: dict[int, str] = {}
         self._told_at = 0.0
+        self._said_behind: set[int] = set()  # ranks
 
     def receive(self, rank: int, message: dict[str, Any]) -> None:
         """One message of a worker (the leader's own worker included)."""
@@ -98,6 +100,7 @@ class Leader:
         self._tell_engines()
         if time.monotonic() - self._logged > 1.0:
             self._log_queue()
+            self._say_behind()
 
     def _expire(self) -> None:
         """A leader that was itself stopped, or waited for a file system, has not listened: that is not the silence of others."""
@@ -164,7 +167,17 @@ class Leader:
         c, ages = self._view.state.counts(), self._view.state.waiting_ages(self._version)
         self._log.row("queue", in_flight=self._scheduler.in_flight, open_groups=self._scheduler.open_groups, ready_groups=c["ready"],
                       taken_groups=c["taken"], trained_groups=c["trained"], dropped_groups=c["dropped"], blocked=int(self._scheduler.blocked),
-                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=float(max(ages)) if ages else float("nan"))
+                      waiting_age_mean=sum(ages) / len(ages) if ages else float("nan"), waiting_age_max=float(max(ages)) if ages else float("nan"),
+                      behind_engines=len(self._scheduler.behind()))
+
+    def _say_behind(self) -> None:
+        """Once for each engine that does not take new versions: otherwise it would stand idle unseen."""
+        limit = self._scheduler.rules.behind_s
+        long = {rank: version for rank, (version, seconds) in self._scheduler.behind().items() if seconds >= limit}
+        for rank in sorted(long.keys() - self._said_behind):
+            print(f"rank {rank} gets no samples: its engine serves v{long[rank]}, v{self._version} is the newest, and it has been too old for work for "
+                  f"{limit:.0f} s (weights.ack_timeout_s). It gets some when it has caught up; its log says what it waits for or refuses", flush=True)
+        self._said_behind = set(long)
 
     def close(self) -> None:
         self._pools.close()

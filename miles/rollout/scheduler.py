@@ -6,6 +6,9 @@ decision of the rollout side is here:
 - a slot is refilled the moment one trajectory ends (or, with refill = "group", when room for a whole group is free);
 - a new trajectory goes to the living engine with the fewest active ones; one that a killed process began goes to the rank that has its first turns; an
   engine of a pool brings slots of its own, and has no more than these;
+- a new sample goes only to an engine with which it may still be trained: in synchronous mode one of the newest version, otherwise one that is at most
+  `max_staleness` versions behind it. So what is refused to an older one would have been dropped, and it gets work again when it has caught up;
+- a synchronous batch is begun when the run's engines serve the newest version, or without those that have been behind for too long; pools are not waited for;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - after a restart nothing is given out before every rank has said which samples it holds the first turns of, or a bound is over;
 - a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left;
@@ -86,6 +89,8 @@ class Rules:
     retries: int = 2
     refill: str = "trajectory"
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
+    max_staleness: int = 4  # versions; asynchronous mode
+    behind_s: float = math.inf  # for this long a synchronous batch waits for an engine of the run that lives and serves an older version
     retry_stale: bool = False
     retry_filtered: bool = False
     ordered: bool = False  # groups are trained in the order of their prompts
@@ -149,6 +154,7 @@ class Scheduler:
         self._now = 0.0
         self._heard: dict[int, float] = {}  # living rank of the run -> when its engine was last said to live, the most silent first
         self._newest_version = -1
+        self._behind: dict[int, float] = {}  # living rank whose engine is too old to be given work -> since when
         self._over = -1  # the version whose turn on shared GPUs has ended
         self._next_id = state.next_group_id()
         self._cursor = sum(1 for g in state.groups.values() if g.retry_of is None)
@@ -166,12 +172,16 @@ class Scheduler:
         if slots is not None:
             self._slots[rank] = slots
         else:
-            if rank not in self._engines:
+            if version != self._engines.get(rank):
                 self._load(rank, 0)
             self._heard.pop(rank, None)
             self._heard[rank] = self._now
         self._engines[rank] = version
-        self._newest_version = max(self._newest_version, version)
+        if self._may_sample(rank):
+            self._behind.pop(rank, None)
+        else:
+            self._behind.setdefault(rank, self._now)
+        self.version_published(version)
 
     def held(self, rank: int, group_id: int, sample: int, turns: int) -> bool:
         """A process of this rank was killed while it played the sample, and that many turns are on disk. Whether they are of use."""
@@ -189,6 +199,7 @@ class Scheduler:
         """No new work for this rank. Its running samples go on with another engine (`moved`), or report their own failure."""
         self._engines.pop(rank, None)
         self._heard.pop(rank, None)
+        self._behind.pop(rank, None)
 
     def moved(self, group_id: int, sample: int, rank: int, by: int | None = None) -> None:
         """A running sample, whose own engine died, is served by that of `rank` now. `by`: as of `finished`."""
@@ -219,7 +230,11 @@ class Scheduler:
         return True
 
     def version_published(self, version: int) -> None:
-        self._newest_version = max(self._newest_version, version)
+        if version > self._newest_version:
+            self._newest_version = version
+            for rank in self._engines:
+                if not self._may_sample(rank):
+                    self._behind.setdefault(rank, self._now)
 
     def finished(self, group_id: int, sample: int, cause: str | None = None, by: int | None = None) -> None:
         """A trajectory's part is on disk (`cause` None), or the trajectory failed for `cause`. `by`: the rank that says so; of one that does not play the
@@ -324,12 +339,19 @@ class Scheduler:
     def _may_start(self, again: GroupInfo | None) -> bool:
         if self.rules.refill == "group" and self._free_slots() < self.rules.group_size:
             return False
-        fresh = self.rules.groups_per_version is None or all(v >= self._newest_version for v in self._engines.values())
-        return fresh and self._room(again)
+        return not (self.rules.groups_per_version is not None and self._awaits_engines()) and self._room(again)
+
+    def _awaits_engines(self) -> bool:
+        """Whether an engine of the run may soon serve the newest version: one that has been behind for too long is waited for again when it has caught up."""
+        return any(self._now - since < self.rules.behind_s for rank, since in self._behind.items() if rank not in self._slots)
+
+    def _may_sample(self, rank: int) -> bool:
+        """Whether it lives, and what its engine samples now may be trained."""
+        allowed = self.rules.max_staleness if self.rules.groups_per_version is None else 0
+        return rank in self._engines and self._newest_version - self._engines[rank] <= allowed
 
     def _room(self, again: GroupInfo | None) -> bool:
-        """Whether one more group is wanted. Synchronous: one batch, made by engines that all serve the newest version; what the trainer has taken and not
-        dropped is a part of it."""
+        """Whether one more group is wanted. Synchronous: one batch; what the trainer has taken and not dropped is a part of it."""
         c = self._state.counts()
         open_groups = len(self._open) + self._unjournalled()
         if c["trained"] + c["taken"] + c["ready"] + open_groups >= self.rules.total_groups:
@@ -352,7 +374,7 @@ class Scheduler:
 
     def _rank_for(self, sample: Sample, held_by: int | None) -> int:
         """The rank that a sample goes to, where `_next_rank` has one: that which has its turns, or the emptiest, but another than it was overdue with."""
-        if held_by in self._engines and self._may_have_more(held_by):
+        if held_by is not None and self._may_have_more(held_by):
             return held_by
         rank, late = self._next_rank(), self._open[sample[0]].late.get(sample[1])
         others = [r for r in self._engines if r != late and self._may_have_more(r)] if rank == late else []
@@ -368,21 +390,21 @@ class Scheduler:
         return run if run is not None and player in (None, run.player) else None
 
     def _next_rank(self) -> int | None:
-        """The living rank with the fewest active trajectories among those that may have one more, of equals the first."""
-        free = [(self._active[rank], rank) for rank in self._slots if rank in self._engines and self._may_have_more(rank)]
+        """The rank with the fewest active trajectories among those that may have one more, of equals the first."""
+        free = [(self._active[rank], rank) for rank in self._slots if self._may_have_more(rank)]
         if self._own_running < self.rules.in_flight and (own := self._least_active()) is not None:
             free.append(own)
         return min(free)[1] if free else None
 
     def _may_have_more(self, rank: int) -> bool:
-        return self._active[rank] < self._slots[rank] if rank in self._slots else self._own_running < self.rules.in_flight
+        return self._may_sample(rank) and (self._active[rank] < self._slots[rank] if rank in self._slots else self._own_running < self.rules.in_flight)
 
     def _least_active(self) -> tuple[int, int] | None:
-        """(active, rank) of the run's own engine with the fewest active trajectories."""
+        """(active, rank) of the run's own engine with the fewest active trajectories, of those that may sample."""
         if len(self._by_load) > 4 * len(self._engines) + 64:
             self._by_load = [(self._active[rank], rank) for rank in self._engines if rank not in self._slots]
             heapq.heapify(self._by_load)
-        while self._by_load and ((top := self._by_load[0])[1] not in self._engines or top[0] != self._active[top[1]]):
+        while self._by_load and (not self._may_sample((top := self._by_load[0])[1]) or top[0] != self._active[top[1]]):
             heapq.heappop(self._by_load)
         return self._by_load[0] if self._by_load else None
 
@@ -396,7 +418,7 @@ class Scheduler:
         return len(self._running) - sum(self._active[rank] for rank in self._slots)
 
     def _free_slots(self) -> int:
-        pools = sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if rank in self._engines)
+        pools = sum(max(0, slots - self._active[rank]) for rank, slots in self._slots.items() if self._may_sample(rank))
         return self.rules.in_flight - self._own_running + pools
 
     def task_at(self, cursor: int) -> str:
@@ -411,6 +433,10 @@ class Scheduler:
     def engines(self) -> dict[int, tuple[int, int]]:
         """Living rank -> (version its engine serves, trajectories on it)."""
         return {rank: (version, self._active[rank]) for rank, version in self._engines.items()}
+
+    def behind(self) -> dict[int, tuple[int, float]]:
+        """Living rank whose engine is too old to be given work -> (version it serves, seconds since when)."""
+        return {rank: (self._engines[rank], self._now - since) for rank, since in self._behind.items()}
 
     # -- figures -------------------------------------------------------------------------------------------------------------
     @property

@@ -34,7 +34,6 @@ class Cluster:
     publish_s: float
     pause_s: float = 0.0
     groups_per_step: int = 4
-    max_staleness: int = 4
     frozen: Mapping[int, float] = field(default_factory=dict)  # rank -> from when on it answers nothing
 
 
@@ -177,7 +176,7 @@ class Simulation:
         if self._training:
             return
         retried = ["stale"] if self._rules.retry_stale else []
-        fresh, stale = choose(self._state, self._cluster.groups_per_step, self._version, self._cluster.max_staleness, by_index=self._rules.ordered,
+        fresh, stale = choose(self._state, self._cluster.groups_per_step, self._version, self._rules.max_staleness, by_index=self._rules.ordered,
                               retried=retried)
         for g in stale:
             self._state.apply({"kind": "stale", "group": g.group_id})

@@ -190,3 +190,18 @@ def test_a_sample_whose_part_cannot_be_read_is_counted(run):
     with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
         rows = f["tables/trajectories"][...]
     assert [tuple(r) for r in rows[["group_id", "sample", "rank", "status"]]] == [(0, 3, -1, b"dropped:part")]
+
+
+def test_an_engine_that_takes_no_new_version_is_counted_and_named_once(run, capsys):
+    rollout = Rollout(run)
+    for now in range(0, 700, 10):
+        rollout.leader._scheduler.expire(float(now))
+        for rank, version in ((0, NEWEST), (1, 0)):
+            rollout.leader.receive(rank, {"kind": "up", "version": version, "moved": [], "url": "http://engine"})
+        rollout.leader._say_behind()
+    asyncio.run(rollout.leader.tick())
+    rollout.stop()
+    said = capsys.readouterr().out
+    assert said.count("gets no samples") == 1 and "rank 1 gets no samples: its engine serves v0" in said and "weights.ack_timeout_s" in said
+    with h5py.File(run.log_path(1, "rollout", 0, 1), "r") as f:
+        assert f["tables/queue"][...]["behind_engines"].tolist() == [1]

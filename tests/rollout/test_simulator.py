@@ -8,11 +8,12 @@ from miles.rollout.scheduler import Rules
 from miles.rollout.simulator import Cluster, Simulation
 
 
-def simulate(works, *, steps=3, engines=1, in_flight=4, speed=lambda n: 1.0, sync=False, capacity=100, sample_s=math.inf, **cluster):
+def simulate(works, *, steps=3, engines=1, in_flight=4, speed=lambda n: 1.0, sync=False, capacity=100, sample_s=math.inf, max_staleness=4, **cluster):
     """`works`: seconds of work of the trajectories in the order in which they begin, over and over."""
     it = iter(works * 1000)
     c = Cluster(engines, speed, lambda _: next(it), **{"train_s": 5.0, "publish_s": 0.0, "groups_per_step": 2, **cluster})
-    rules = Rules(in_flight=in_flight, group_size=2, capacity_groups=capacity, total_groups=2 * steps, groups_per_version=2 if sync else None, sample_s=sample_s)
+    rules = Rules(in_flight=in_flight, group_size=2, capacity_groups=capacity, total_groups=2 * steps, groups_per_version=2 if sync else None,
+                  sample_s=sample_s, max_staleness=max_staleness)
     return Simulation(rules, c).run()
 
 

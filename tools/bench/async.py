@@ -48,9 +48,9 @@ def speed(n: int) -> float:
 def simulate(engines: int, steps: int, sync: bool):
     groups_per_step = engines * PER_ENGINE // GROUP  # one batch is what the engines hold at once: the best a synchronous schedule can do
     cluster = Cluster(engines, speed, lambda rng: SHORT * (LONG / SHORT) ** rng.random(), train_s=40.0, publish_s=5.0, pause_s=2.0,
-                      groups_per_step=groups_per_step, max_staleness=4)
+                      groups_per_step=groups_per_step)
     rules = Rules(in_flight=engines * PER_ENGINE, group_size=GROUP, capacity_groups=4 * groups_per_step, total_groups=steps * groups_per_step,
-                  groups_per_version=groups_per_step if sync else None)
+                  groups_per_version=groups_per_step if sync else None, max_staleness=4)
     return rules, Simulation(rules, cluster).run()
 
 
@@ -132,9 +132,10 @@ def replay(data, sync: bool) -> Outcome:
     after_first = weights["version"] > weights["version"].min()
     cluster = Cluster(1, lambda n: 1.0, lambda rng: next(work), train_s=float(sum(steps[k].mean() for k in ("fetch_s", "train_s", "publish_s"))),
                       publish_s=float((steps["published_s"] - steps["publish_s"]).clip(0).mean() + weights["total_s"][after_first].mean()),
-                      groups_per_step=REAL_GROUPS, max_staleness=data.config.buffer.max_staleness)
+                      groups_per_step=REAL_GROUPS)
     rules = Rules(in_flight=data.config.rollout.in_flight, group_size=REAL_GROUP, capacity_groups=data.config.buffer.capacity_groups,
-                  total_groups=REAL_STEPS * REAL_GROUPS, groups_per_version=REAL_GROUPS if sync else None, seed=data.config.run.seed)
+                  total_groups=REAL_STEPS * REAL_GROUPS, groups_per_version=REAL_GROUPS if sync else None,
+                  max_staleness=data.config.buffer.max_staleness, seed=data.config.run.seed)
     return Simulation(rules, cluster).run()
 
 
