@@ -1,9 +1,12 @@
 """What the supervisor does next: a pure function of its state and one event.
 
-    RUNNING ----- a step dies ---------------> start it again with a new epoch (at most max_restarts times)
+    RUNNING ----- a step dies ---------------> start it again with a new epoch (at most max_restarts times since training last got further)
        |--------- trainer exits 0 -----------> DRAINING: the rollout step may end by itself ----> OVER (finished)
        |--------- USR2 ----------------------> CHECKPOINTING: trainer saves and exits 75 -------> STOPPING -> OVER (requeue)
        |--------- exit 2 or 3, TERM, ... ----> STOPPING: both steps are ended ------------------> OVER (failed | cancelled)
+
+Restarts count until training has got further than ever before, and a requeue only where its attempt left no newer checkpoint: so a run of weeks does
+not end of what it has recovered from, and one that goes round in a circle does.
 
 A role counts as running from the decision to start it until its end is reported, so a delayed start needs no state of its own.
 """
@@ -12,7 +15,9 @@ from __future__ import annotations
 
 import enum
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from miles.core import Role
 
@@ -44,8 +49,8 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Limits:
-    max_restarts: int
-    requeues_left: int
+    max_restarts: int  # of a role since training last got further
+    requeues_left: int  # that leave no newer checkpoint
     checkpoint_s: float  # seconds between USR2 and giving up on the checkpoint
     drain_s: float = 60.0  # seconds the rollout step may take to end by itself after the trainer
     stop_s: float = 15.0  # seconds between TERM and KILL
@@ -70,10 +75,20 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Reached:
+    """How far training has got, by what is there for good: the step of the newest version of the weights, and that of the newest checkpoint."""
+
+    step: int = 0
+    checkpoint: int = 0
+
+
+@dataclass(frozen=True)
 class State:
     phase: Phase = Phase.RUNNING
     running: frozenset[Role] = frozenset(Role)
     restarts: dict[Role, int] = field(default_factory=lambda: dict.fromkeys(Role, 0))
+    began: Reached = Reached()  # what was there when the attempt began
+    reached: Reached = Reached()  # the furthest since
     outcome: Outcome | None = None
     deadline: float = float("inf")  # when the phase is cut short
     nudge_at: float = float("inf")
@@ -84,6 +99,7 @@ class State:
 class StepEnded:
     cause: Cause
     run_finished: bool = False  # RUN/FINISHED exists
+    reached: Reached = Reached()
 
     @property
     def role(self) -> Role:
@@ -93,6 +109,8 @@ class StepEnded:
 @dataclass(frozen=True)
 class Notice:
     """USR2: the time limit is near, or the job is to be preempted."""
+
+    reached: Reached = Reached()
 
 
 @dataclass(frozen=True)
@@ -126,12 +144,20 @@ class Stop:
     hard: bool = False  # KILL instead of TERM
 
 
-def begin() -> tuple[State, list[Start]]:
-    return State(), [Start(role, 0) for role in Role]
+def begin(reached: Reached = Reached()) -> tuple[State, list[Start]]:
+    """`reached`: by earlier attempts."""
+    return State(began=reached, reached=reached), [Start(role, 0) for role in Role]
+
+
+def wasted(checkpoints: Sequence[int]) -> int:
+    """How many requeues of a job left no newer checkpoint. checkpoints: the newest when each of its attempts began, in order, and now."""
+    return sum(after <= before for before, after in pairwise(checkpoints))
 
 
 def decide(state: State, event, now: float, limits: Limits) -> tuple[State, list]:
     """Next state and the actions to take, in order. `state.phase == OVER` means: nothing runs, act on `state.outcome`."""
+    if isinstance(event, StepEnded | Notice):
+        state = _further(state, event.reached)
     if isinstance(event, StepEnded):
         return _ended(replace(state, running=state.running - {event.role}), event, now, limits)
     if isinstance(event, Notice) and state.phase is Phase.RUNNING:
@@ -145,6 +171,13 @@ def decide(state: State, event, now: float, limits: Limits) -> tuple[State, list
     return state, []
 
 
+def _further(state: State, found: Reached) -> State:
+    """A trainer that goes on from its checkpoint has to get beyond where it was before."""
+    restarts = dict.fromkeys(Role, 0) if found.step > state.reached.step else state.restarts
+    reached = Reached(max(found.step, state.reached.step), max(found.checkpoint, state.reached.checkpoint))
+    return replace(state, restarts=restarts, reached=reached)
+
+
 def _ended(state: State, event: StepEnded, now: float, limits: Limits) -> tuple[State, list]:
     cause, role = event.cause, event.role
     if state.phase in (Phase.STOPPING, Phase.DRAINING):
@@ -155,12 +188,13 @@ def _ended(state: State, event: StepEnded, now: float, limits: Limits) -> tuple[
         state = replace(state, phase=Phase.DRAINING, deadline=now + limits.drain_s, outcome=Outcome("finished", 0, "all steps are trained"))
         return (state, []) if state.running else (replace(state, phase=Phase.OVER), [])
     if role is Role.TRAINER and (cause.code == EX_TEMPFAIL or state.phase is Phase.CHECKPOINTING):
-        return _stop(state, _requeue(cause.text, cause, limits), now, limits)
+        return _stop(state, _requeue(cause.text, cause, state, limits), now, limits)
     if state.phase is Phase.CHECKPOINTING or (cause.code == 0 and event.run_finished):
         return state, []  # the rollout step is not needed any more; the trainer's end decides
     restarts = state.restarts[role] + 1
     if restarts > limits.max_restarts:
-        text = f"{cause.text}; the {role} step was already started again {limits.max_restarts} times (cluster.max_restarts)"
+        text = (f"{cause.text}; the {role} step was already started again {limits.max_restarts} times (cluster.max_restarts) since step {state.reached.step}, "
+                "beyond which training did not get")
         return _stop(state, Outcome("failed", 1, text, cause), now, limits)
     return replace(state, running=state.running | {role}, restarts={**state.restarts, role: restarts}), [Start(role, restarts)]
 
@@ -168,7 +202,8 @@ def _ended(state: State, event: StepEnded, now: float, limits: Limits) -> tuple[
 def _tick(state: State, now: float, limits: Limits) -> tuple[State, list]:
     if now >= state.deadline:
         if state.phase is Phase.CHECKPOINTING:
-            return _stop(state, _requeue(f"no checkpoint within {limits.checkpoint_s:.0f} s of the notice; the last one counts", None, limits), now, limits)
+            text = f"no checkpoint within {limits.checkpoint_s:.0f} s of the notice; the last one counts"
+            return _stop(state, _requeue(text, None, state, limits), now, limits)
         if state.phase is Phase.DRAINING:
             return _stop(state, state.outcome, now, limits)
         if state.phase is Phase.STOPPING:
@@ -183,9 +218,10 @@ def _stop(state: State, outcome: Outcome, now: float, limits: Limits) -> tuple[S
     return state, [Stop(role) for role in Role if role in state.running]
 
 
-def _requeue(text: str, cause: Cause | None, limits: Limits) -> Outcome:
-    if limits.requeues_left <= 0:
-        return Outcome("failed", 1, f"{text}; not requeued: the job was requeued as often as cluster.max_requeues allows", cause)
+def _requeue(text: str, cause: Cause | None, state: State, limits: Limits) -> Outcome:
+    if limits.requeues_left <= 0 and state.reached.checkpoint <= state.began.checkpoint:
+        why = "it left no newer checkpoint, and neither did as many requeues as cluster.max_requeues allows"
+        return Outcome("failed", 1, f"{text}; not requeued: {why}", cause)
     return Outcome("requeue", EX_TEMPFAIL, text, cause)
 
 

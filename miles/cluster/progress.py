@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import h5py
+import msgspec
 
 from miles.cluster import slurm
 from miles.core import ConfigError, EnvironmentFault, Role
@@ -75,6 +76,28 @@ def read_steps(run: RunDir) -> list[dict]:
             for row in table:
                 rows[int(row["step"])] = {name: row[name].item() for name in table.dtype.names if table.dtype[name].kind in "iuf"}
     return [rows[step] for step in sorted(rows)]
+
+
+class _Made(msgspec.Struct):
+    """Of a version's manifest."""
+
+    step: int
+
+
+def reached(run: RunDir) -> tuple[int, int]:
+    """(step of the newest version of the weights that can be read, step of the newest checkpoint); 0 where there is none."""
+    step = 0
+    for path in sorted(run.weights_dir.glob("v[0-9]*/MANIFEST.json"), reverse=True):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, UnicodeDecodeError):
+            step = msgspec.json.decode(path.read_bytes(), type=_Made).step
+            break
+    return step, max((int(p.parent.name[5:]) for p in run.checkpoints_dir.glob("step_[0-9]*/COMMIT")), default=0)
+
+
+def attempts_of(run: RunDir, facts: dict) -> list[dict]:
+    """attempt.json of the attempts of one job, or of one local supervisor: that of these `facts`."""
+    return [a for n in run.attempts() if all((a := _attempt(run, n)).get(k, "") == facts[k] for k in ("launcher", "job_id"))
+            and (facts["job_id"] is not None or (a.get("pid"), a.get("host")) == (facts["pid"], facts["host"]))]
 
 
 def job_of(run: RunDir) -> str | None:

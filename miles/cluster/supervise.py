@@ -31,6 +31,7 @@ from miles.cluster.decide import (
     Outcome,
     Phase,
     RankReport,
+    Reached,
     Start,
     StepEnded,
     Stop,
@@ -38,7 +39,9 @@ from miles.cluster.decide import (
     begin,
     decide,
     step_cause,
+    wasted,
 )
+from miles.cluster.progress import attempts_of, reached
 from miles.cluster.rank import die_with_parent
 from miles.config import SiteConfig, load_site
 from miles.core import MilesError, Role
@@ -152,16 +155,20 @@ class Supervisor:
         # Slurm kills at the limit: the requeue must have been asked for before. Its notice is early rather than late.
         self.checkpoint_s = 0.75 * c.signal_before_s
 
-    def attempt_once(self, requeues_left: int) -> Outcome:
+    def attempt_once(self) -> Outcome:
         """Run until the attempt is over; nothing of it is left running afterwards."""
+        begin_at = Reached(*reached(self.run))
+        facts = self._facts(begin_at)
+        earlier = [a.get("checkpoint", 0) for a in attempts_of(self.run, facts)]
+        requeues_left = self.run.config.cluster.max_requeues - wasted([*earlier, begin_at.checkpoint])
         self.attempt = self.run.new_attempt()
         folder = self.run.attempt_dir(self.attempt)
         (folder / "ranks").mkdir()
         self.log = open(folder / "supervisor.log", "a", buffering=1)
-        publish_bytes(folder / "attempt.json", json.dumps(self._facts(), indent=1).encode())
+        publish_bytes(folder / "attempt.json", json.dumps({"attempt": self.attempt, **facts}, indent=1).encode())
         limits = Limits(self.run.config.cluster.max_restarts, requeues_left, self.checkpoint_s)
         self.say(f"attempt {self.attempt} of {self.run.path} begins under {self.launcher}")
-        state, actions = begin()
+        state, actions = begin(begin_at)
         try:
             self.act(actions)
             while state.phase is not Phase.OVER:
@@ -184,7 +191,7 @@ class Supervisor:
         out: list = []
         while self.signals:
             sig = signal.Signals(self.signals.popleft())
-            out.append(Notice() if sig is signal.SIGUSR2 else Cancel(f"the job was told to stop ({sig.name})", 128 + sig))
+            out.append(Notice(Reached(*reached(self.run))) if sig is signal.SIGUSR2 else Cancel(f"the job was told to stop ({sig.name})", 128 + sig))
             self.say(f"got {sig.name}")
         out += [StepEnded(self.never_started.pop()) for _ in range(len(self.never_started))]
         now = time.monotonic()
@@ -198,7 +205,7 @@ class Supervisor:
                 if cause.rank is not None and (error := last_error(step.rank_log(cause.rank))):
                     cause = replace(cause, text=f"{cause.text}\n{error}")
                 self.say(f"{role} step of epoch {step.epoch} is over: {cause.text}")
-                out.append(StepEnded(cause, self.run.finished))
+                out.append(StepEnded(cause, self.run.finished, Reached(*reached(self.run))))
         return [*out, Tick()]
 
     # -- actions -------------------------------------------------------------------------------------------------------------
@@ -233,11 +240,11 @@ class Supervisor:
                     break
 
     # -- records -------------------------------------------------------------------------------------------------------------
-    def _facts(self) -> dict:
+    def _facts(self, begin_at: Reached) -> dict:
         env = os.environ
         het = range(int(env.get("SLURM_HET_SIZE", "0")))
         return {
-            "attempt": self.attempt, "launcher": self.launcher, "started": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
+            "checkpoint": begin_at.checkpoint, "launcher": self.launcher, "started": time.time(), "host": socket.gethostname(), "pid": os.getpid(),
             "job_id": env.get("SLURM_JOB_ID"), "cluster": env.get("SLURM_CLUSTER_NAME"), "restart_count": int(env.get("SLURM_RESTART_COUNT", "0")),
             "job_ids": [env.get(f"SLURM_JOB_ID_HET_GROUP_{i}") for i in het],
             "nodes": [env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{i}") for i in het] or [env.get("SLURM_JOB_NODELIST") or socket.gethostname()],
@@ -298,17 +305,14 @@ def supervise(run: RunDir, launcher: str, modules: dict[Role, str] | None = None
     supervisor = Supervisor(run, launcher, modules or {Role.TRAINER: "miles.trainer", Role.ROLLOUT: "miles.rollout"})
     for sig in (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT):
         signal.signal(sig, lambda number, _: supervisor.signals.append(number))
-    most = run.config.cluster.max_requeues
-    used = int(os.environ.get("SLURM_RESTART_COUNT", "0")) if launcher == "slurm" else 0
     while True:
-        outcome = supervisor.attempt_once(most - used)
+        outcome = supervisor.attempt_once()
         if outcome.kind != "requeue":
             return outcome.exit_code
         if launcher == "slurm":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this very job; scontrol must get its answer first
             slurm.requeue(os.environ["SLURM_JOB_ID"])
             return outcome.exit_code
-        used += 1
 
 
 def main() -> int:

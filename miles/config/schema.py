@@ -264,9 +264,9 @@ class ClusterConfig(Section):
     placement: Literal["disjoint", "shared"] = Field("disjoint", description="`disjoint`: trainer and rollout have their own GPUs. `shared`: both on the same nodes and GPUs, in turns: engines give their memory back while the trainer trains, the trainer keeps its state in host memory or on disk (`trainer.paused_state`) while they generate. Synchronous mode alone.")
     time_limit: str = Field("01:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$", description="Slurm time limit, [days-]hours:minutes:seconds.")
     signal_before_s: int = Field(120, ge=10, description="Seconds before the time limit at which Slurm sends USR2; the run then checkpoints and requeues itself.")
-    max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt.")
+    max_restarts: int = Field(5, ge=0, description="How often a step that dies is started again within one attempt, counted anew whenever training has got further than ever before (a version of a later step).")
     frozen_s: float = Field(3600.0, ge=10, description="Seconds after which a rank whose main thread runs no line of Python counts as frozen (stopped, or waiting for a driver or a file system that does not answer): it is killed, and its step started again as after a crash. Computing, compiling, loading and waiting over MPI run Python all the time; a collective does not while it waits for other ranks, which may take 600 s, so less than that is for tests. A thread of a rank that writes or reads files and uses no processor time for so long counts as hanging, and ends the rank (docs/faults.md).")
-    max_requeues: int = Field(20, ge=0, description="How often the job requeues itself.")
+    max_requeues: int = Field(20, ge=0, description="How often the job requeues itself without a newer checkpoint than it began with; with one it always does. A pool, which has none: how often in all.")
     trainer: ComponentConfig = Field(description="Component 0; with shared GPUs one of two steps on the same nodes.")
     rollout: ComponentConfig = Field(description="Component 1; likewise.")
 

@@ -14,6 +14,7 @@ from miles.cluster.decide import (
     Nudge,
     Phase,
     RankReport,
+    Reached,
     Start,
     StepEnded,
     Stop,
@@ -21,6 +22,7 @@ from miles.cluster.decide import (
     begin,
     decide,
     step_cause,
+    wasted,
 )
 from miles.core import Role
 
@@ -28,8 +30,8 @@ T, R = Role.TRAINER, Role.ROLLOUT
 LIMITS = Limits(max_restarts=2, requeues_left=1, checkpoint_s=90.0)
 
 
-def ended(role: Role, code: int, finished: bool = False) -> StepEnded:
-    return StepEnded(Cause(role, code, f"{role} {code}"), finished)
+def ended(role: Role, code: int, finished: bool = False, step: int = 0, checkpoint: int = 0) -> StepEnded:
+    return StepEnded(Cause(role, code, f"{role} {code}"), finished, Reached(step, checkpoint))
 
 
 def play(*events, limits=LIMITS):
@@ -55,6 +57,26 @@ def test_restarts_are_counted_per_role_and_bounded():
     state, actions = play(ended(R, 137), ended(R, 137), ended(R, 137))
     assert actions == [Stop(T)] and state.outcome.kind == "failed" and state.outcome.exit_code == 1
     assert "max_restarts" in state.outcome.text
+
+
+def test_restarts_count_since_training_last_got_further():
+    events = [ended(R, 137, step=step) for step in (3, 3, 7, 7)]
+    assert play(*events)[1] == [Start(R, 2)] and play(*events, ended(R, 137, step=7))[0].outcome.kind == "failed"
+    assert play(*events, ended(R, 137, step=8))[1] == [Start(R, 1)]
+    unrelated = [ended(role, 137, step=step) for step, role in enumerate([R, T] * 50, start=1)]
+    assert play(*unrelated)[0].phase is Phase.RUNNING
+
+
+def test_a_trainer_that_dies_again_and_again_before_it_gets_beyond_where_it_was_ends_the_run():
+    """Each goes on from the checkpoint of step 20, and dies at 38 or before; what an attempt before had reached counts likewise."""
+    dies = [ended(T, 137, step=step, checkpoint=20) for step in (38, 30, 38)]
+    assert play(*dies[:2])[1] == [Start(T, 2)]
+    state, _ = play(*dies)
+    assert state.outcome.kind == "failed" and "since step 38, beyond which training did not get" in state.outcome.text
+    state, _ = begin(Reached(step=40, checkpoint=20))
+    for event in dies:
+        state, _ = decide(state, event, 0.0, LIMITS)
+    assert state.outcome.kind == "failed"
 
 
 def test_configuration_and_environment_faults_stop_the_run():
@@ -112,6 +134,20 @@ def test_a_dead_rollout_is_not_restarted_while_checkpointing():
 def test_requeues_are_bounded():
     state, _ = play(ended(T, 75), limits=replace(LIMITS, requeues_left=0))
     assert state.outcome.kind == "failed" and "max_requeues" in state.outcome.text
+
+
+def test_a_requeue_with_a_newer_checkpoint_than_the_attempt_began_with_is_not_counted():
+    none_left = replace(LIMITS, requeues_left=0)
+    assert play(Notice(), ended(T, 75, checkpoint=5), limits=none_left)[0].outcome.kind == "requeue"
+    assert play(Notice(Reached(5, 5)), (90.0, Tick()), limits=none_left)[0].outcome.kind == "requeue", "saved before the notice"
+    assert play(Notice(), (90.0, Tick()), limits=none_left)[0].outcome.kind == "failed"
+    state, _ = decide(begin(Reached(5, 5))[0], ended(T, 75, step=5, checkpoint=5), 0.0, none_left)
+    assert state.outcome.kind == "failed" and "no newer checkpoint" in state.outcome.text
+
+
+def test_of_a_job_s_attempts_those_are_counted_that_left_no_newer_checkpoint():
+    assert wasted([0]) == 0 and wasted([0, 20, 40]) == 0 and wasted([0, 0, 20, 20, 20]) == 3
+    assert wasted([40, 20]) == 1  # the newest was damaged
 
 
 def test_cancel_stops_softly_then_hard():

@@ -60,6 +60,20 @@ def test_notice_makes_a_checkpoint_and_a_new_attempt(make_run, supervise):
     assert run.exit(2)["outcome"] == "finished" and run.step() == 40
 
 
+def test_requeues_that_leave_no_newer_checkpoint_are_bounded_and_others_are_not(make_run, supervise):
+    run = make_run(1000, "cluster.max_requeues=1")
+    process = supervise(run)
+    for attempt in (1, 2, 3):
+        run.wait_for(lambda n=attempt: len(run.records(n, "trainer", n)) == 2)
+        if attempt == 2:
+            checkpoint = run.run.checkpoints_dir / "step_000005"
+            checkpoint.mkdir()
+            (checkpoint / "COMMIT").touch()
+        process.send_signal(signal.SIGUSR2)
+    assert process.wait(timeout=90) == 1
+    assert [run.exit(n)["outcome"] for n in (1, 2, 3)] == ["requeue", "requeue", "failed"] and "max_requeues" in run.exit(3)["text"]
+
+
 def test_environment_fault_is_not_restarted(make_run, supervise):
     run = make_run(1000)
     (run.path / "stub_exit").write_text("3")
