@@ -20,7 +20,7 @@ import numpy as np
 from miles.core import MilesError, StructureError
 from miles.engine.digest import draft_tensors, fusion_plan, layers_of
 from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING
-from miles.weights.kernels import scatter
+from miles.weights.kernels import Changes, scatter
 from miles.weights.patch import Patch
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ def install() -> None:
 
     for symbols in (np.zeros(1, np.uint8), np.zeros(1, np.uint16)):  # compiled now, not while an engine stands still
         for width in (2, 4):
-            scatter(np.zeros(8, f"u{width}"), symbols, np.zeros(1, np.uint8), None)
+            for aside in (True, False):
+                scatter(np.zeros(256, f"u{width}"), Changes(symbols, np.zeros(1, np.uint8), None), aside=aside)
     HookRegistry.register(_UPDATE, _update, HookType.AROUND)
     HookRegistry.register(_CHECK, _check, HookType.AROUND)
 

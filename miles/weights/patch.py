@@ -43,7 +43,7 @@ import zstandard
 
 from miles.core import StructureError
 from miles.weights.digest import BLOCK_BYTES, blocks, digest, join, thread_count, threads
-from miles.weights.kernels import ESCAPE, Scratch, find, scatter
+from miles.weights.kernels import ESCAPE, Changes, Scratch, find, scatter
 
 State = dict[str, torch.Tensor]
 """Hugging Face name -> CPU tensor."""
@@ -90,7 +90,6 @@ class _Local(threading.local):
 
     def __init__(self):
         self.scratch = Scratch(BLOCK_BYTES)
-        self.aside = np.empty(BLOCK_BYTES, np.uint8)
         self.compress = zstandard.ZstdCompressor(compression_params=_LEVEL).compress
         self.decompress = zstandard.ZstdDecompressor().decompress
 
@@ -181,17 +180,12 @@ def _encode(head: _Head | None, new: np.ndarray | None, old: np.ndarray | None, 
     if new is None:
         return Encoded(head, None, [])
     if old is None:
-        return Encoded(head, *_dense(new, _planes(new)))
-    block, streams = _encode_changes(new, old)
-    if advance and block.kind != "same":
-        old[:] = new
-    return Encoded(head, block, streams)
+        return Encoded(head, *_dense(new, _planes(new), xxhash.xxh3_128_digest(new)))
+    return Encoded(head, *_encode_changes(new, old, advance))
 
 
-def _encode_changes(new: np.ndarray, old: np.ndarray) -> tuple[_Block, list[bytes]]:
-    mark = xxhash.xxh3_128()
-    symbols, signs, magnitudes = find(new, old, _local.scratch, mark.update)
-    result = mark.digest()
+def _encode_changes(new: np.ndarray, old: np.ndarray, advance: bool) -> tuple[_Block, list[bytes]]:
+    (symbols, signs, magnitudes), result = find(new, old, _local.scratch, advance=advance)
     if not len(symbols):
         return _Block("same", result), []
     streams = [_pack(p) for p in _byte_planes(symbols)] + [_pack(signs)]
@@ -200,13 +194,13 @@ def _encode_changes(new: np.ndarray, old: np.ndarray) -> tuple[_Block, list[byte
     if 2 * sum(map(len, streams)) > new.nbytes:  # else planes of new values cannot be expected to be smaller
         planes = _planes(new)
         if sum(map(len, planes)) < sum(map(len, streams)):
-            return _dense(new, planes)
+            return _dense(new, planes, result)
     changes = len(symbols) - int(np.count_nonzero(symbols == ESCAPE[symbols.dtype]))
     return _Block("sparse", result, _digest(streams), changes, len(symbols), symbols.itemsize, [len(s) for s in streams]), streams
 
 
-def _dense(new: np.ndarray, streams: list[bytes]) -> tuple[_Block, list[bytes]]:
-    return _Block("dense", xxhash.xxh3_128_digest(new), _digest(streams), streams=[len(s) for s in streams]), streams
+def _dense(new: np.ndarray, streams: list[bytes], result: bytes) -> tuple[_Block, list[bytes]]:
+    return _Block("dense", result, _digest(streams), streams=[len(s) for s in streams]), streams
 
 
 def _planes(block: np.ndarray) -> list[bytes]:
@@ -327,8 +321,9 @@ class Patch:
         return state, {t.name for t in self._tensors if t.name in state and (not t.base or any(b.kind != "same" for b in t.blocks))}
 
     def rehearse(self, base: State, without: Container[str] = ()) -> Callable[[], None] | None:
-        """Verify, block by block in memory aside, that `apply` would make the result of `base`, which is only read. Returns what makes it so, and no longer
-        looks at it; None where blocks are dense, for whose result there is no room aside. Raises like `apply`. For a `base` that nobody changes meanwhile."""
+        """Verify, block by block, that `apply` would make the result of `base`, which is only read. Returns what makes it so, and no longer looks at the file;
+        None where blocks are dense, for whose result there is no room aside. Raises like `apply`. For a `base` that nobody changes meanwhile: where somebody
+        has, what is returned raises StructureError (cause patch-digest) and leaves a mixture."""
         steps, offset = [], len(_MAGIC)
         for t in self._tensors:
             if t.name in without:
@@ -345,20 +340,28 @@ class Patch:
                 changes = [c for c in _in_order(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
         except (OSError, zstandard.ZstdError) as e:
             raise self._damaged(str(e)) from e
-        return lambda: deque(_in_order(scatter, changes), maxlen=0)
+        return lambda: deque(_in_order(self._make, changes), maxlen=0)
 
-    def _rehearse(self, fd: int, step: _Step) -> tuple | None:
-        """Arguments of `scatter` for a block that changes."""
-        aside = _local.aside[:step.view.nbytes].view(step.view.dtype)
-        aside[:] = step.view
-        if not self._run(fd, _Step(aside, step.block, step.offset, False)):
+    def _rehearse(self, fd: int, step: _Step) -> tuple[_Step, Changes] | None:
+        """What `_make` is to do to a block, if anything."""
+        if step.block.kind == "same":
+            self._run(fd, step)
             return None
-        return (step.view, *self._differences(step, os.pread(fd, sum(step.block.streams), step.offset)))
+        changes = self._changes(step, self._payload(fd, step))
+        if scatter(step.view, changes, aside=True) == step.block.digest:
+            return step, changes
+        if xxhash.xxh3_128_digest(step.view) == step.block.digest:
+            return None  # it is there already
+        raise self._another(step.block)
+
+    def _make(self, step: _Step, changes: Changes) -> None:
+        if scatter(step.view, changes) != step.block.digest:
+            raise self._another(step.block)
 
     def undo(self) -> None:
         """Take back what `apply` changed in place: the state it was given is what it was."""
         for step, payload in self._undo:
-            scatter(step.view, *self._differences(step, payload), undo=True)
+            scatter(step.view, self._changes(step, payload), undo=True)
         self._undo = []
 
     def _target(self, t: _Tensor, base: State, base_digests: dict[str, str] | None, seen: set[int]) -> tuple[torch.Tensor, bool]:
@@ -380,33 +383,39 @@ class Patch:
 
     def _run(self, fd: int, step: _Step) -> bool:
         """Whether the block was changed."""
-        block, view, payload = step.block, step.view, b""
-        if block.kind != "same":
-            payload = os.pread(fd, sum(block.streams), step.offset)
-            if xxhash.xxh3_128_digest(payload) != block.payload:
-                raise self._damaged(f"the block at byte {step.offset} has another digest")
+        block, view, payload = step.block, step.view, self._payload(fd, step)
+        if block.kind == "sparse":
+            changes = self._changes(step, payload)
+            if scatter(view, changes) == block.digest:
+                if step.undoable:
+                    self._undo.append((step, payload))
+                return True
+            if scatter(view, changes, undo=True) == block.digest:
+                return False  # it was there already
+            raise self._another(block)
         if block.kind == "dense":
             by_byte, at = view.view(np.uint8).reshape(len(view), view.itemsize), 0
             for i, stored in enumerate(block.streams):
                 by_byte[:, i] = self._unpack(payload[at:at + stored], len(view))
                 at += stored
-        elif block.kind == "sparse":
-            differences = self._differences(step, payload)
-            mark = xxhash.xxh3_128()
-            scatter(view, *differences, seen=mark.update)
-        if (mark.digest() if block.kind == "sparse" else xxhash.xxh3_128_digest(view)) == block.digest:
-            if block.kind == "sparse" and step.undoable:
-                self._undo.append((step, payload))
-            return block.kind != "same"
-        if block.kind == "sparse":
-            scatter(view, *differences, undo=True)
-            if xxhash.xxh3_128_digest(view) == block.digest:
-                return False  # it was there already
-        raise StructureError(f"{self.path}: a block does not become what the trainer had", f"digest {block.digest.hex()}",
-                             "the reader starts again from the last keyframe", cause="patch-digest")
+        if xxhash.xxh3_128_digest(view) != block.digest:
+            raise self._another(block)
+        return block.kind == "dense"
 
-    def _differences(self, step: _Step, payload: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
-        """Symbols, signs and magnitudes of a sparse block, proven to stay inside it."""
+    def _payload(self, fd: int, step: _Step) -> bytes:
+        if step.block.kind == "same":
+            return b""
+        payload = os.pread(fd, sum(step.block.streams), step.offset)
+        if xxhash.xxh3_128_digest(payload) != step.block.payload:
+            raise self._damaged(f"the block at byte {step.offset} has another digest")
+        return payload
+
+    def _another(self, block: _Block) -> StructureError:
+        return StructureError(f"{self.path}: a block does not become what the trainer had", f"digest {block.digest.hex()}",
+                              "the reader starts again from the last keyframe", cause="patch-digest")
+
+    def _changes(self, step: _Step, payload: bytes) -> Changes:
+        """Those of a sparse block, proven to stay inside it."""
         block, length = step.block, len(step.view)
         if not 0 < block.changes <= block.symbols <= 2 * length:
             raise self._damaged(f"{block.changes} changes in {block.symbols} symbols do not fit a block of {length}")
@@ -421,7 +430,7 @@ class Patch:
         is_escape = symbols == ESCAPE[symbols.dtype]
         if block.symbols - np.count_nonzero(is_escape) != block.changes or is_escape[-1] or int(symbols.sum(dtype=np.int64)) + block.changes > length:
             raise self._damaged(f"positions outside a block of {length} elements")
-        return symbols, signs, _from_planes(magnitudes, step.view.dtype) if magnitudes else None
+        return Changes(symbols, signs, _from_planes(magnitudes, step.view.dtype) if magnitudes else None)
 
     def _unpack(self, stored: bytes, raw: int) -> np.ndarray:
         if len(stored) == raw:

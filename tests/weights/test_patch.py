@@ -5,6 +5,7 @@ import numba
 import numpy as np
 import pytest
 import torch
+import xxhash
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from miles.core import StructureError
 from miles.core.compiled import compiled
 from miles.weights import kernels
 from miles.weights.digest import BLOCK_BYTES, bits, blocks, digest
+from miles.weights.kernels import Changes
 from miles.weights.patch import Patch, encode_patch, write_patch
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8, torch.float64]
@@ -63,24 +65,35 @@ def test_compiled_kernels_give_what_their_numpy_definitions_give(dtype, n, densi
     new = old.copy()
     at = g.random(n) < density
     new[at] += g.integers(0, 2 ** min(largest, 8 * dtype().itemsize - 1) + 1, n, dtype=np.uint64).astype(dtype)[at]
-    seen = []
-    found, defined = kernels.find(new, old, SCRATCH, lambda piece: seen.append(piece.copy())), kernels.find_numpy(new, old)
+    (found, result), defined = kernels.find(new, old, SCRATCH), kernels.find_numpy(new, old)
     for a, b in zip(found, defined, strict=True):
         assert (a is None and b is None) or (a.dtype == b.dtype and np.array_equal(a, b))
-    assert n == 0 or np.array_equal(np.concatenate(seen), new)
-    for apply in (kernels.scatter, kernels.scatter_numpy):
-        block = old.copy()
-        apply(block, *found)
-        assert np.array_equal(block, new)
-        apply(block, *found, undo=True)
-        assert np.array_equal(block, old)
+    block = old.copy()
+    kernels.scatter_numpy(block, defined)
+    assert np.array_equal(block, new)
+    kernels.scatter_numpy(block, defined, undo=True)
+    assert np.array_equal(block, old)
+    assert kernels.scatter(block, found, aside=True) == result == xxhash.xxh3_128_digest(new) and np.array_equal(block, old)
+    assert kernels.scatter(block, found) == result and np.array_equal(block, new)
+    assert kernels.scatter(block, found, undo=True) == xxhash.xxh3_128_digest(old) and np.array_equal(block, old)
+    kernels.find(new, block, SCRATCH, advance=True)
+    assert np.array_equal(block, new)
+
+
+@pytest.mark.parametrize("dtype", UNSIGNED)
+def test_digests_are_xxh3_of_blocks_that_end_anywhere(dtype):
+    data = np.random.default_rng(0).integers(0, 256, 5000, dtype=np.uint8)
+    for size in {*range(0, 340), *(k * 1024 + i for k in (1, 2, 4) for i in range(-68, 69))}:
+        block = data[:size // dtype().itemsize * dtype().itemsize].view(dtype)
+        changes, result = kernels.find(block, block.copy(), SCRATCH)
+        assert result == kernels.scatter(block, changes) == kernels.scatter(block, changes, aside=True) == xxhash.xxh3_128_digest(block), size
 
 
 def test_gaps_signs_and_magnitudes_by_hand():
     old = np.full(600, 10, np.uint16)
     new = old.copy()
     new[[0, 3, 300]] = 11, 8, 10 + 256
-    symbols, signs, magnitudes = kernels.find(new, old, SCRATCH, lambda _: None)
+    (symbols, signs, magnitudes), _ = kernels.find(new, old, SCRATCH)
     assert symbols.tolist() == [0, 2, 255, 41] and symbols.dtype == np.uint8  # 296 = 255 + 41 unchanged elements between 3 and 300
     assert signs.tolist() == [0b010] and magnitudes.tolist() == [0, 1, 255]
 
@@ -96,12 +109,12 @@ def test_rare_changes_take_two_byte_gaps():
     old = np.zeros(70000, np.uint8)
     new = old.copy()
     new[69999] = 1
-    symbols, _, magnitudes = kernels.find(new, old, kernels.Scratch(1 << 17), lambda _: None)
+    (symbols, _, magnitudes), _ = kernels.find(new, old, kernels.Scratch(1 << 17))
     assert symbols.tolist() == [65535, 69999 - 65535] and symbols.dtype == np.uint16 and magnitudes is None
 
 
 def test_compiled_code_is_cached_for_the_user_and_not_beside_the_sources():
-    kernels.find(np.ones(8, np.uint8), np.zeros(8, np.uint8), SCRATCH, lambda _: None)
+    kernels.find(np.ones(800, np.uint8), np.zeros(800, np.uint8), SCRATCH)
     assert list(Path(kernels.__file__).parent.rglob("*.nb[ic]")) == []
 
 
@@ -282,7 +295,7 @@ def test_a_state_that_is_half_new_is_completed(path, small):
 @pytest.mark.parametrize("symbols", [[250], [0, 249], [255, 0], [255], [3, 255]], ids=str)
 def test_positions_outside_are_refused_before_they_are_used(path, monkeypatch, symbols):
     """A writer gone wrong: every digest of the file is right, the positions are not. A block of 250 elements."""
-    monkeypatch.setattr("miles.weights.patch.find", lambda *_: (np.array(symbols, np.uint8), np.zeros(1, np.uint8), None))
+    monkeypatch.setattr("miles.weights.patch.find", lambda *_, **__: (Changes(np.array(symbols, np.uint8), np.zeros(1, np.uint8), None), bytes(16)))
     old = {"a": torch.zeros(250).bfloat16()}
     write(path, {"a": torch.ones(250).bfloat16()}, old)
     held = copy(old)
