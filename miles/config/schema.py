@@ -183,7 +183,7 @@ class TrainerConfig(Section):
     max_tokens_per_microbatch: int = Field(8192, ge=16, description="Bound on the tokens of one packed micro-batch per data-parallel rank.")
     routing_replay: bool = Field(True, description="MoE: replay the experts recorded at rollout in forward and backward. With `false` the trainer's routers choose; either way the run log says how often they differ from the engine's (`routing_differs`).")
     recompute: Literal["none", "full"] = Field("none", description="Activation recomputation.")
-    paused_state: Literal["host", "disk"] = Field("host", description="Where weights and optimizer state wait while engines have the GPUs (`cluster.placement = \"shared\"`): `host` = in page-locked host memory; `disk` = in a file in `optimizer.state_dir`, which takes two buffers of 64 MiB of host memory a rank and the time of writing and reading it in every step (docs/optimizer.md).")
+    paused_state: Literal["host", "disk"] = Field("host", description="Where weights and optimizer state wait while engines have the GPUs (`cluster.placement = \"shared\"`): `host` = in page-locked host memory; `disk` = in a file in `optimizer.state_dir`, which takes 128 MiB of host memory a rank and the time of writing and reading it in every step (docs/optimizer.md).")
     optimizer: OptimizerConfig = Field(description="Optimizer.")
     mtp: MtpConfig | None = Field(None, description="The draft layer's training.")
     lora: LoraConfig | None = Field(None, description="Adapters in place of all weights.")

@@ -11,8 +11,7 @@ import errno
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
 from pathlib import Path
 
 import xxhash
@@ -21,7 +20,6 @@ from miles.core import EnvironmentFault
 from miles.optim.layout import PAGE
 
 AGAIN = "start the run again: it goes on from the last checkpoint; if it happens again, the disk is failing: set trainer.optimizer.state_dir to another"
-PART = 16 << 20  # bytes of one transfer of a block that is digested
 RESERVED = 1 << 30  # bytes at a time: a file system that cannot reserve writes them, and in between the main thread shows that it lives (miles.comm.pulse)
 TRIES = 3  # transfers in a row that do not finish one page, after which the disk is given up
 
@@ -73,32 +71,16 @@ def write_block(fd: int, path: Path, view: memoryview, offset: int) -> None:
 
 
 def read_digested(fd: int, path: Path, view: memoryview, offset: int) -> str:
-    """`read_block`. Returns the digest of what was read; one part is digested while the next are read."""
-    digest = xxhash.xxh3_128()
-    with _parts(read_block, fd, path, view, offset) as reads:
-        for part, read in reads:
-            read.result()
-            digest.update(part)
-    return digest.hexdigest()
+    """`read_block`. Returns the digest of what was read."""
+    read_block(fd, path, view, offset)
+    return xxhash.xxh3_128_hexdigest(view)
 
 
 def write_digested(fd: int, path: Path, view: memoryview, offset: int) -> str:
-    """`write_block`. Returns the digest of what was written, made meanwhile."""
-    with _parts(write_block, fd, path, view, offset) as writes:
-        digest = xxhash.xxh3_128_hexdigest(view)
-        for _, write in writes:
-            write.result()
+    """`write_block`. Returns the digest of what was written."""
+    digest = xxhash.xxh3_128_hexdigest(view)
+    write_block(fd, path, view, offset)
     return digest
-
-
-@contextlib.contextmanager
-def _parts(move: Callable[[int, Path, memoryview, int], None], fd: int, path: Path, view: memoryview,
-           offset: int) -> Iterator[list[tuple[memoryview, Future[None]]]]:
-    """Moves a block part by part, two at once, so that the disk always has something to do. Gives the parts in order, each with what tells that it has been
-    moved."""
-    with ThreadPoolExecutor(2, "optim-part") as threads:
-        places = range(0, len(view), PART)
-        yield [(view[at:at + PART], threads.submit(move, fd, path, view[at:at + PART], offset + at)) for at in places]
 
 
 def _transfer(call: Callable[[int, list[memoryview], int], int], what: str, fd: int, path: Path, view: memoryview, offset: int) -> None:

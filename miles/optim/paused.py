@@ -1,7 +1,7 @@
 """Bytes of tensors that wait in a file while the tensors have no memory.
 
-    put:  copy chunk i + 1 from the device  |  write and digest chunk i
-    get:  read and digest chunk i + 1       |  copy chunk i to the device        two staging buffers, reused
+    put:  copy a chunk from the device  |  digest and write those before it
+    get:  read and digest those after it  |  copy a chunk to the device        staging buffers in a ring
 
 In the file the tensors lie one behind the other, cut into chunks of one size, so that small ones share a transfer. Its space is reserved at the start. Nothing
 is synced: the bytes are of no use to a successor, and what a disk lost or changed is found by the digest of its chunk before any of it reaches a tensor.
@@ -19,8 +19,9 @@ from miles.core import EnvironmentFault
 from miles.optim.direct import AGAIN, buffer_of, open_file, read_digested, reserve, write_digested
 from miles.optim.layout import PAGE, pieces_of
 
-BUFFERS = 2
-CHUNK = 64 << 20  # bytes, whole pages
+BUFFERS = 8  # 128 MiB
+CHUNK = 16 << 20  # bytes, whole pages
+THREADS = 2  # one digests while the other moves bytes
 
 
 class PausedFile:
@@ -52,7 +53,7 @@ class PausedFile:
     def put(self, tensors: Sequence[torch.Tensor]) -> None:
         """Their bytes, uint8 [size] each, to the file; all are there when it returns. Raises EnvironmentFault: the disk takes no more."""
         writes: list[Future[str]] = []
-        with ThreadPoolExecutor(1, "pause-write") as writer:
+        with ThreadPoolExecutor(THREADS, "pause-write") as writer:
             for i, pieces in enumerate(self._pieces):
                 if i >= BUFFERS:
                     writes[i - BUFFERS].result()  # used the same buffer
@@ -66,16 +67,16 @@ class PausedFile:
     def get(self, tensors: Sequence[torch.Tensor]) -> None:
         """The bytes of the last `put` to tensors of the same sizes. Raises EnvironmentFault: the disk does not give back what was written; some of `tensors`
         are filled by then, with what was."""
-        with ThreadPoolExecutor(1, "pause-read") as reader:
-            reading = reader.submit(self._read, 0) if self._pieces else None
+        with ThreadPoolExecutor(THREADS, "pause-read") as reader:
+            reads = [reader.submit(self._read, i) for i in range(len(self._buffers))]
             for i, pieces in enumerate(self._pieces):
-                reading.result()
-                if i + 1 < len(self._pieces):
-                    reading = reader.submit(self._read, i + 1)
+                reads[i].result()
                 staging = self._staging[i % BUFFERS]
                 for x in pieces:
                     tensors[x.tensor][x.start:x.start + x.count].copy_(staging[x.at:x.at + x.count], non_blocking=True)
                 self._synchronize()
+                if i + BUFFERS < len(self._pieces):
+                    reads.append(reader.submit(self._read, i + BUFFERS))
 
     def _read(self, i: int) -> None:
         view = self._view(i)

@@ -2,6 +2,8 @@
 
     read bucket i + 1  |  compute bucket i  |  write bucket i - 1        three buffers, reused
 
+A bucket is read as soon as its buffer has been written, whatever is computed then: no stage waits for another to begin its next bucket with it.
+
 The file that the manifest names is never written to, so that a kill at any point leaves a whole generation. Manifest last: data synced, then renamed
 into place. Digests of all buckets are in it and are checked at every read.
 
@@ -12,7 +14,6 @@ the snapshot's becomes the spare when it is copied. All three files are reserved
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -28,7 +29,9 @@ from miles.optim.layout import BucketLayout, Moments
 from miles.rundir import publish_bytes
 
 BUFFERS = 3
+THREADS = 2  # each way: one digests while the other moves bytes
 
+Buffer = memoryview  # of whole pages, as large as a block (one page where a block is empty)
 Fields = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # main, exp_avg, exp_avg_sq: [stride] each, on the CPU; main float32, moments as the layout says
 DTYPES = {4: torch.float32, 2: torch.bfloat16}  # by width
 
@@ -53,7 +56,7 @@ class BucketStore:
     def __init__(self, folder: Path, layout: BucketLayout, manifest: Manifest):
         self.folder, self.layout, self.manifest = folder, layout, manifest
         self._spare = threading.Lock()  # a snapshot is given back by the thread that copies it
-        self._buffers = [buffer_of(layout.block_bytes) for _ in range(BUFFERS)]
+        self._buffers = [memoryview(buffer_of(layout.block_bytes)) for _ in range(BUFFERS)]
         self._fds = [open_file(folder / f"state.{i}") for i in range(2)]
 
     @classmethod
@@ -101,23 +104,23 @@ class BucketStore:
         count, load = self.layout.buckets, self._zeros if fresh else self._read
         writes: list[Future[str]] = []
 
-        def read(i: int) -> mmap.mmap:
+        def read(i: int) -> Buffer:
             if i >= BUFFERS:
                 writes[i - BUFFERS].result()  # used the same buffer
             return load(i, self._buffers[i % BUFFERS])
 
-        with ThreadPoolExecutor(1, "optim-read") as reader, ThreadPoolExecutor(1, "optim-write") as writer:
-            reading = reader.submit(read, 0) if count else None
+        with ThreadPoolExecutor(THREADS, "optim-read") as reader, ThreadPoolExecutor(THREADS, "optim-write") as writer:
+            reads = [reader.submit(read, i) for i in range(min(BUFFERS, count))]
             for i in range(count):
-                buffer = reading.result()
-                if i + 1 < count:
-                    reading = reader.submit(read, i + 1)
+                buffer = reads[i].result()
                 compute(i, self._fields(buffer))
                 writes.append(writer.submit(self._write, i, buffer))
+                if i + BUFFERS < count:
+                    reads.append(reader.submit(read, i + BUFFERS))
             digests = [w.result() for w in writes]
         generation = self.manifest.generation + 1
         with explained(self.folder / f"state.{generation % 2}"):
-            os.fsync(self._fds[generation % 2])
+            os.fdatasync(self._fds[generation % 2])
         manifest = Manifest(generation, self.layout.elements, self.layout.bucket, self.layout.moments, digests)
         publish_bytes(self.folder / "manifest.json", msgspec.json.encode(manifest))
         self.manifest = manifest
@@ -147,23 +150,23 @@ class BucketStore:
             else:
                 os.replace(snapshot, self.folder / "spare")
 
-    def _fields(self, buffer: mmap.mmap) -> Fields:
+    def _fields(self, buffer: Buffer) -> Fields:
         layout = self.layout
         return tuple(torch.frombuffer(buffer, dtype=DTYPES[width], count=layout.stride, offset=layout.offset(i)) for i, width in enumerate(layout.widths))
 
-    def _zeros(self, bucket: int, buffer: mmap.mmap) -> mmap.mmap:
+    def _zeros(self, bucket: int, buffer: Buffer) -> Buffer:
         for field in self._fields(buffer):
             field.zero_()
         return buffer
 
-    def _read(self, bucket: int, buffer: mmap.mmap) -> mmap.mmap:
+    def _read(self, bucket: int, buffer: Buffer) -> Buffer:
         which = self.manifest.generation % 2
         _read_block(self._fds[which], self.folder / f"state.{which}", self.layout, self.manifest, bucket, buffer)
         return buffer
 
-    def _write(self, bucket: int, buffer: mmap.mmap) -> str:
+    def _write(self, bucket: int, buffer: Buffer) -> str:
         which, size = (self.manifest.generation + 1) % 2, self.layout.block_bytes
-        return write_digested(self._fds[which], self.folder / f"state.{which}", memoryview(buffer)[:size], bucket * size)
+        return write_digested(self._fds[which], self.folder / f"state.{which}", buffer, bucket * size)
 
 
 class Snapshot:
@@ -174,12 +177,12 @@ class Snapshot:
 
     def copy(self, to: Path) -> None:
         """Write it to a new file, a block at a time, and give its space back. Raises EnvironmentFault: a block is damaged, or `to` takes no more."""
-        source, buffer, size = open_file(self._path), buffer_of(self._layout.block_bytes), self._layout.block_bytes
+        source, buffer, size = open_file(self._path), memoryview(buffer_of(self._layout.block_bytes)), self._layout.block_bytes
         try:
             with to.open("wb", buffering=0) as f, explained(to):
                 for bucket in range(self._layout.buckets):
                     _read_block(source, self._path, self._layout, self._manifest, bucket, buffer)
-                    view = memoryview(buffer)[:size]
+                    view = buffer
                     while view:
                         view = view[f.write(view):]
         finally:
@@ -187,8 +190,8 @@ class Snapshot:
             self._give_back(self._path)
 
 
-def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: mmap.mmap) -> None:
-    found = read_digested(fd, path, memoryview(buffer)[:layout.block_bytes], bucket * layout.block_bytes)
+def _read_block(fd: int, path: Path, layout: BucketLayout, manifest: Manifest, bucket: int, buffer: Buffer) -> None:
+    found = read_digested(fd, path, buffer, bucket * layout.block_bytes)
     if found != manifest.digests[bucket]:
         raise EnvironmentFault(f"bucket {bucket} of {path} (generation {manifest.generation}) has digest {found}", f"{manifest.digests[bucket]}, as it was written",
                                AGAIN)

@@ -37,6 +37,14 @@ def flip(path, position):
         f.write(bytes([byte ^ 1]))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_buffers():
+    """Fewer than there are chunks, so that each is used again."""
+    with pytest.MonkeyPatch.context() as m:
+        m.setattr("miles.optim.paused.BUFFERS", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("paused")
@@ -59,7 +67,7 @@ def test_tensors_lie_one_behind_the_other_in_a_file_of_whole_pages_reserved_at_t
     assert (tmp_path / "new" / "file").read_bytes()[:25004] == torch.cat(values).numpy().tobytes()
 
 
-def test_two_chunks_are_in_host_memory_whatever_the_size(tmp_path):
+def test_as_many_chunks_as_there_are_buffers_are_in_host_memory_whatever_the_size(tmp_path):
     assert paused(tmp_path / "large", (100 * CHUNK,)).buffer_bytes == 2 * CHUNK
     assert paused(tmp_path / "small", (100,)).buffer_bytes == 4096
     assert paused(tmp_path / "none", ()).buffer_bytes == 0

@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from miles.core import EnvironmentFault
 from miles.optim import BucketStore, SavedFile, SavedState, SavedTensor, StreamedAdam, check_folder, claim, file_names, folder_of, left_by, release
 from miles.optim.adam import adam_on_device
+from miles.optim.direct import read_digested
 from miles.optim.folder import file_system
 from miles.platform.cpu_adam import CpuFusedAdam
 from miles.platform.cpu_adam import adam_ as adam_on_cpu
@@ -91,6 +93,23 @@ def test_three_buckets_are_in_memory(tmp_path):
     assert store.layout.buckets == 7 and store.buffer_bytes == 3 * store.layout.block_bytes
 
 
+def test_the_next_two_buckets_are_read_while_one_is_computed(tmp_path, monkeypatch):
+    store = streamed(tmp_path, parameters()).store
+    begun = [threading.Event() for _ in range(store.layout.buckets)]
+
+    def read(fd, path, view, offset):
+        begun[offset // store.layout.block_bytes].set()
+        return read_digested(fd, path, view, offset)
+
+    def compute(i, fields):
+        assert all(event.wait(10) for event in begun[i + 1:i + 3]), f"buckets {i + 1} and {i + 2} waited for bucket {i}"
+        assert i + 3 >= len(begun) or not begun[i + 3].is_set(), f"bucket {i + 3} took the buffer of bucket {i}"
+
+    monkeypatch.setattr("miles.optim.store.read_digested", read)
+    store.step(compute)
+    assert store.manifest.generation == 1
+
+
 def damage(optimizer, position):
     path = optimizer.store.folder / f"state.{optimizer.store.manifest.generation % 2}"
     with path.open("r+b") as f:
@@ -111,8 +130,8 @@ def test_a_flipped_bit_is_an_environment_fault_that_names_file_and_bucket(tmp_pa
 
 
 @pytest.mark.parametrize("position", [0, 8191, 8192, 24575])
-def test_blocks_read_in_parts_are_checked_to_the_last_byte(tmp_path, monkeypatch, position):
-    monkeypatch.setattr("miles.optim.direct.PART", 8192)  # a block has 24,576 bytes
+def test_a_block_is_checked_to_the_last_byte(tmp_path, position):
+    """One of 24,576 bytes."""
     params = parameters()
     optimizer = streamed(tmp_path, params)
     for step in range(2):
