@@ -177,7 +177,7 @@ class Snapshot:
 
     def copy(self, to: Path) -> None:
         """Write it to a new file, a block at a time, and give its space back. Raises EnvironmentFault: a block is damaged, or `to` takes no more."""
-        source, buffer, size = open_file(self._path), memoryview(buffer_of(self._layout.block_bytes)), self._layout.block_bytes
+        source, buffer = open_file(self._path), memoryview(buffer_of(self._layout.block_bytes))
         try:
             with to.open("wb", buffering=0) as f, explained(to):
                 for bucket in range(self._layout.buckets):
