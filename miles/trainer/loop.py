@@ -278,6 +278,7 @@ class Trainer:
         dist.barrier()
         self.feed.close()
         if self.log is not None:
+            self.publisher.settle()  # versions that are being removed are removed whole
             self.log.close()
         close_distributed()
         if self.state_dir is not None:
