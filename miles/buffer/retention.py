@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import heapq
+import os
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 
-from miles.buffer.segments import SegmentName, may_grow, read_segment, segments
+from miles.buffer.segments import SegmentName, Source, read_segment
 from miles.buffer.state import BufferState, Status
 from miles.buffer.storage import groups_dir, parts_dir, sealed_in, stored_groups
 from miles.rundir import RunDir
@@ -27,6 +29,7 @@ class Retention:
         self._kept = set(self._new)  # closed groups that are not given up
         self._oldest: list[tuple[int, int, int]] = []  # heap of (step, group, bytes) of those that no checkpoint needs
         self._bytes = 0  # of these
+        self._dropped = -1  # groups, when segments were last looked at
         self._folders = [_Folder(parts_dir(run.buffer_dir), _groups_of_parts, lambda: state.in_segment),
                          _Folder(groups_dir(run.buffer_dir), _groups_sealed, lambda: state.in_sealed)]
 
@@ -53,8 +56,10 @@ class Retention:
             self._bytes -= size
             self._kept.discard(group_id)
             count += 1
+        epoch_of, dropped = cache(self._run.pool_epoch), self._state.counts()[Status.DROPPED]
         for folder in self._folders:
-            folder.remove(self._run.pool_epoch, self._needed)
+            folder.remove(epoch_of, self._needed, looked_at=not count and dropped == self._dropped)
+        self._dropped = dropped
         return count
 
     def _needed(self, group_id: int) -> bool:
@@ -69,14 +74,22 @@ class _Folder:
     def __init__(self, path: Path, groups_in: Callable[[Path, SegmentName], set[int]], by_record: Callable[[], dict[str, list[int]]]):
         """`groups_in`: groups of which a segment itself says that they are in it; `by_record`: those of which the journals say so."""
         self._path, self._groups_in, self._by_record = path, groups_in, by_record
-        self._held: dict[SegmentName, list[int]] = {}  # of those that do not grow: groups in it, but for some that are not needed any more
+        self._seen: set[str] = set()  # every file that was listed last time
+        self._newest: dict[tuple[Source, str], int] = {}  # number of a writer's newest segment
+        self._growing: list[SegmentName] = []  # to which their writers may still append
+        self._held: dict[SegmentName, list[int]] = {}  # of the others: groups in it, but for some that are not needed any more
 
-    def remove(self, epoch_of: Callable[[int], int], needed: Callable[[int], bool]) -> None:
-        names = segments(self._path)
-        grows = may_grow(names, epoch_of)
-        for name in names:
-            if grows(name) or (name in self._held and self._is_needed(name, needed)):
-                continue
+    def remove(self, epoch_of: Callable[[int], int], needed: Callable[[int], bool], looked_at: bool) -> None:
+        """Remove those to which nobody appends and whose groups are none of them `needed`. `looked_at`: what was needed in the last call is needed still."""
+        found = set(os.listdir(self._path))
+        for name in filter(None, map(SegmentName.parse, found - self._seen)):
+            writer = (name.source, name.writer)
+            self._newest[writer] = max(name.number, self._newest.get(writer, 0))
+            self._growing.append(name)
+        self._seen = found
+        ended = {name for name in self._growing if name.source.epoch < epoch_of(name.source.pool) or name.number < self._newest[name.source, name.writer]}
+        self._growing = [name for name in self._growing if name not in ended]
+        for name in [*ended, *(() if looked_at else [name for name in self._held if not self._is_needed(name, needed)])]:
             # Once more when it seems to go: what a fenced process appended since may be of a group that is played or sealed by a leader that started after that.
             self._held[name] = list(self._groups_in(self._path, name).union(self._by_record().get(str(name), ())))
             if not self._is_needed(name, needed):

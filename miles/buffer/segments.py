@@ -147,10 +147,3 @@ def read_segment(folder: Path, name: SegmentName, offset: int = 0) -> Iterator[t
 def segments(folder: Path) -> list[SegmentName]:
     """All segments, in order."""
     return sorted(n for name in os.listdir(folder) if (n := SegmentName.parse(name)) is not None)
-
-
-def may_grow(names: Sequence[SegmentName], epoch_of: Callable[[int], int]) -> Callable[[SegmentName], bool]:
-    """Whether a segment's writer may still append to it, the segments of a folder being `names`: it is the newest of its writer, in the newest epoch of its pool."""
-    last = {(n.source, n.writer): n.number for n in names}
-    epochs = {pool: epoch_of(pool) for pool in {n.source.pool for n in names}}
-    return lambda n: n.source.epoch >= epochs[n.source.pool] and n.number == last[n.source, n.writer]

@@ -67,7 +67,7 @@ def test_full_disk_at_a_part_the_sample_is_not_there_and_the_next_one_is(run, wr
 @pytest.mark.parametrize("call, where, torn", [("open", "/groups/", 0), ("writev", "/groups/", 0), ("writev", "/groups/", 50), ("fsync", "/groups/", 0), ("fsync", "/groups", 0)])
 def test_full_disk_at_the_seal_the_next_leader_seals(run, writer, monkeypatch, call, where, torn, after):
     """Of the first group, or of the one after it; "/groups" is the folder too."""
-    monkeypatch.setattr(storage, "SEALED_BYTES", 1 if call == "open" or where == "/groups" else 1 << 20)  # as long as it takes a new segment
+    monkeypatch.setattr(storage, "SEALED_BYTES", 1 if call == "open" or where == "/groups" else 4 << 20)  # as long as it takes a new segment
     writer = BufferWriter(run, run.new_epoch("rollout"))
     for g in range(after):
         put(run, writer, g)
@@ -259,7 +259,7 @@ def feed(run, q):
 
 @pytest.mark.parametrize("damage, reason", [("gone", "missing"), ("torn", "digest"), ("flipped", "digest")])
 def test_a_ready_group_whose_record_is_gone_or_damaged_is_dropped_with_its_reason_and_replaced(run, monkeypatch, damage, reason):
-    monkeypatch.setattr(storage, "SEALED_BYTES", 1 if damage in ("gone", "torn") else 1 << 20)  # the whole file, or the middle of one that goes on to be read
+    monkeypatch.setattr(storage, "SEALED_BYTES", 1 if damage in ("gone", "torn") else 4 << 20)  # the whole file, or the middle of one that goes on to be read
     writer = BufferWriter(run, run.new_epoch("rollout"))
     for g in range(3):
         put(run, writer, g)

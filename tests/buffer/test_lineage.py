@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from test_buffer import trajectory
 
 from miles.buffer import BufferView, BufferWriter, GroupReader, Status, TrainerQueue, retention, storage, write_part
-from miles.buffer.segments import may_grow, segments
+from miles.buffer.segments import segments
 from miles.buffer.storage import groups_dir, parts_dir
 from miles.config import load_config
 from miles.core import EnvironmentFault, StaleEpochError
@@ -197,9 +197,9 @@ class Runs(RuleBasedStateMachine):
         self.queue.retire(self.saved)
         for folder, groups_in in ((parts_dir(self.run.buffer_dir), retention._groups_of_parts), (groups_dir(self.run.buffer_dir), retention._groups_sealed)):
             names = segments(folder)
-            grows = may_grow(names, self.run.pool_epoch)
             for name in names:
-                assert grows(name) or any(self.queue.state.groups[g].status is not Status.TRAINED for g in groups_in(folder, name)), name
+                newest = name.source.epoch == self.epoch and name.number == max(n.number for n in names if n.writer == name.writer and n.source == name.source)
+                assert newest or any(self.queue.state.groups[g].status is not Status.TRAINED for g in groups_in(folder, name)), name
 
     def teardown(self):
         if not hasattr(self, "run"):

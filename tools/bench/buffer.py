@@ -58,6 +58,7 @@ SAMPLES, TOKENS, LAYERS, EXPERTS, CHOSEN = 8, 4096, 24, 128, 8
 WRITERS = 16
 STEP = 8  # groups
 STEPS = 40
+SEALED = storage.SEALED_BYTES // 2800  # groups in a segment of sealed ones
 ROUND = 32  # groups between two turns of the baseline
 CALLS = "open,openat,creat,stat,lstat,newfstatat,statx,access,rename,renameat,renameat2,link,linkat,unlink,unlinkat,mkdir,mkdirat"
 
@@ -248,7 +249,7 @@ def bandwidth(folder: Path, groups: int) -> list[dict]:
 
 def child(folder: Path, steps: int) -> None:
     """What strace looks at. Phases are told apart by calls with names that say so."""
-    storage.PARTS_BYTES = storage.PARTS_BYTES * 5 // 1000  # as many of these small groups in a segment as it holds large ones
+    storage.PARTS_BYTES = storage.PARTS_BYTES * 32 // 10_000  # as many of these small groups in a segment as it holds large ones
     run = make_run(folder)
     rollout, trainer, made = Rollout(run), Trainer(run), samples(tokens=64, layers=1)
 
@@ -334,18 +335,18 @@ def writers(folder: Path, groups_each: int) -> list[dict]:
 
 
 def history(folder: Path, groups: int) -> tuple[Rollout, Trainer]:
-    """A run in which `groups` groups were trained, all still on disk (in segments that hold nothing, a sealed one for each 300), and 32 wait."""
+    """A run in which `groups` groups were trained, all still on disk (in segments of sealed groups that hold nothing), and 32 wait."""
     run = make_run(folder, "buffer.keep_trained_gb=1")
     facts = {"task": "t", "trajectories": 8, "samples": 8, "oldest_version": 1, "tokens": 100, "reward_mean": 0.5}
     ids = range(groups)
     made = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.ROLLOUT, run.new_epoch(Role.ROLLOUT)))
     made.append(*({"kind": "start", "group": g, "task": "t"} for g in ids),
-                *({"kind": "ready", "group": g, **facts, "sealed": [f"e000001.bench.1.{g // 300:04d}.seg", 0, 1]} for g in ids))
+                *({"kind": "ready", "group": g, **facts, "sealed": [f"e000001.bench.1.{g // SEALED:04d}.seg", 0, 1]} for g in ids))
     made.close()
     used = JournalWriter(run.buffer_dir / "journal" / journal_name(Role.TRAINER, run.new_epoch(Role.TRAINER)))
     used.append(*({"kind": "trained", "groups": [g], "step": 0, "version": 1} for g in ids[:-32]))
     used.close()
-    for n in range(-(-groups // 300)):
+    for n in range(-(-groups // SEALED)):
         (groups_dir(run.buffer_dir) / f"e000001.bench.1.{n:04d}.seg").touch()
     rollout, trainer = Rollout(run), Trainer(run)
     trainer.retire()
