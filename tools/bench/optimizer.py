@@ -13,8 +13,8 @@ overlap, paced  the same, on the same disk held to 1.5 GB/s of reads and 1.5 GB/
                 bytes were due): not this disk, but one whose directions have a rate each, where there is more to overlap. Both sides are held alike
 memory          buffers, and what the resident set grows by during a step, in buckets, to a hundredth of one
 pause, resume   bytes a second of a trainer that gives its device memory back and takes it again (miles.trainer.memory), with tensors of the host in the
-                place of a GPU's. Freed memory stays with the process (malloc is told so), for a copy to a GPU meets no new pages, and those of a virtual
-                machine cost up to 5 us each or next to nothing, by how long ago they were freed. The limit is the same bytes copied, by one thread, to or
+                place of a GPU's. Freed memory stays with the process (malloc is told so), for a copy to a GPU meets no new pages, and the first
+                touch of those of a virtual machine costs 5 to 12 us each, or less, in no order that a limit could have too. The limit is the same bytes copied, by one thread, to or
                 from buffers of 16 MiB in a ring; by way of a file (digests included) such a copy while another thread writes, or reads, as many bytes
                 sequentially past the page cache in blocks of 64 MiB, neither waiting for the other: they share memory bandwidth and cores, as ours do.
                 By way of host memory it is one copy between memory of the same kind
