@@ -58,6 +58,12 @@ def test_long_whatever_is_killed_when_the_weights_are_the_same(play, undisturbed
 
 
 @pytest.mark.long
+def test_long_with_more_steps_between_checkpoints_than_a_group_may_be_old_the_weights_are_the_same(play, undisturbed):
+    """A restart undoes up to seven versions: what was sampled by those farther than two steps from the checkpoint is sampled again, and the rest is trained."""
+    assert outcome(play(7, KILLS, *of_ranks(1), "checkpoint.every_steps=7", "buffer.max_staleness=2")) == undisturbed(1)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(101, 103), ids="seed{}".format)
 def test_long_first_sealed_first_trained_every_prompt_is_trained_once(play, seed):
     found = outcome(play(seed, KILLS, *of_ranks(1), "buffer.order=sealed"))
