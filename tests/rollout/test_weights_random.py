@@ -18,7 +18,7 @@ from miles.core import StaleEpochError
 from miles.engine import EngineClient, ModelShape
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
-from miles.rundir import RunDir, remove_unfinished
+from miles.rundir import RunDir, publish_dir, remove_unfinished
 from miles.weights.acks import read_ack
 from miles.weights.digest import bits
 from miles.weights.publish import Publisher
@@ -163,6 +163,18 @@ def kill_in_the_middle(monkeypatch, publisher, step, state):
         publisher.publish(step, own(state))
 
 
+LATE = ("before the look", "during the look", "after the look")
+
+
+def hold_back(monkeypatch, publisher, step, state):
+    """The writer stands still between its last look at the epoch and the rename. Returns the names that it is to rename."""
+    held = []
+    with monkeypatch.context() as m:
+        m.setattr(miles.weights.store, "publish_dir", lambda tmp, final: held.append((tmp, final)))
+        publisher.publish(step, own(state))
+    return held[0]
+
+
 @pytest.mark.parametrize(("seed", "how"), [(0, HOW), (1, None)])  # patches in place; a copy on the host that is loaded
 def test_an_engine_serves_a_published_version_to_the_bit_or_is_restarted_and_recovers(folder, tmp_path, monkeypatch, seed, how):  # noqa: F811
     rng, g, seen = random.Random(seed), torch.Generator().manual_seed(seed), Counter()
@@ -171,9 +183,18 @@ def test_an_engine_serves_a_published_version_to_the_bit_or_is_restarted_and_rec
     run.new_epoch("rollout")
     truth, store, fenced = {}, WeightStore(run), []
 
-    def new_publisher():  # as a trainer that starts
+    def new_publisher(late="", names=()):  # as a trainer that starts; `late`: when its predecessor makes the rename before which it stood still
+        epoch = run.new_epoch("trainer")
+        if late == "during the look":
+            rng.choice(sorted(names[0].iterdir())).unlink()
+        if late in LATE[:2]:
+            publish_dir(*names)
         remove_unfinished(run.weights_dir)
-        return Publisher(run, run.new_epoch("trainer"), store, lambda: None, lambda s: "", after=max(truth, default=0), checksum_of=how)
+        if late == "after the look":
+            with pytest.raises(FileNotFoundError):
+                publish_dir(*names)
+        after = 0 if late in LATE[:2] else max(truth, default=0)  # the late one is found there
+        return Publisher(run, epoch, store, lambda: None, lambda s: "", after=after, checksum_of=how)
 
     async def main():
         publisher, state = new_publisher(), load_file(folder / "model.safetensors")
@@ -186,6 +207,12 @@ def test_an_engine_serves_a_published_version_to_the_bit_or_is_restarted_and_rec
                 kill_in_the_middle(monkeypatch, publisher, step, state)
                 fenced.append(publisher)  # it is not dead after all, and goes on
                 publisher, seen["killed writers"] = new_publisher(), seen["killed writers"] + 1
+            if rng.random() < 0.06:
+                late, truth[publisher.version + 1] = LATE[sum(seen[k] for k in LATE) % 3], state  # what it publishes is looked at like any other, and no number is used twice
+                names = hold_back(monkeypatch, publisher, step, state)
+                fenced.append(publisher)
+                publisher, seen[late] = new_publisher(late, names), seen[late] + 1
+                assert publisher.version == max(truth) and names[1].exists() == (late in LATE[:2])
             if fenced and rng.random() < 0.3:
                 with pytest.raises(StaleEpochError):
                     rng.choice(fenced).publish(step, own(state))
@@ -211,6 +238,6 @@ def test_an_engine_serves_a_published_version_to_the_bit_or_is_restarted_and_rec
     finally:
         log.close()
     faults = ("flipped bits", "truncated files", "lost files", "missing bases", "killed writers", "killed readers", "stale writers", "poisoned")
-    assert min(seen[k] for k in faults) >= 2, seen
+    assert min(seen[k] for k in faults) >= 2 and min(seen[k] for k in LATE) >= 1, seen
     assert seen["served"] > 30 and seen["skipped some"] > 5 and seen["refused"] > 5, seen
     assert len(list(run.weights_dir.iterdir())) <= 4 * 5 and all(re.fullmatch(r"v\d{6}", p.name) for p in run.weights_dir.iterdir())
