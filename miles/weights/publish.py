@@ -33,6 +33,7 @@ from miles.core import ConfigError, EnvironmentFault, Role, StructureError
 from miles.core.at_work import at_work
 from miles.rundir import RunDir
 from miles.weights.acks import Ack, read_acks, serving
+from miles.weights.allocator import give_back
 from miles.weights.broadcast import BroadcastGroup
 from miles.weights.choose import Figure, choose, ways
 from miles.weights.digest import BLOCK_BYTES
@@ -48,6 +49,8 @@ REPAIRS = 3
 WAITING_BYTES = 4 * BLOCK_BYTES
 """Of encoded blocks that are not written yet: a second of the file system's where few elements change, and where most do (a block is then about as large
 as what it encodes) little beside the bucket that is gathered and the blocks in work."""
+GIVEN_BACK = BLOCK_BYTES
+"""Of this size memory that is freed goes back to the system: tensors that were gathered, and blocks most of whose elements change. What a step allocates in smaller pieces is kept."""
 NOT_SERVED = "an engine does not serve the version before"
 Checksum = Callable[[State], str]
 Result = TypeVar("Result")
@@ -72,6 +75,7 @@ class Publisher:
         under the next number, publishing fails and the trainer starts anew.) checksum_of: how an engine's checksum follows from the bytes of a
         version, if it does: a rank that has the bytes takes it itself; for a broadcast, which it has not, `engine_checksum` says it. adapters: what those go with
         that are published in place of weights (miles.weights.merged); before: what those of the checkpoint went with. Raises ConfigError: other weights than those that this run began with."""
+        give_back(GIVEN_BACK)
         self._run, self._epoch, self._store, self._wake, self._checksum, self._checksum_of = run, epoch, store, wake, engine_checksum, checksum_of
         self._adapters = {"adapters": adapters} if adapters else {}
         self._config = run.config.weights

@@ -23,8 +23,7 @@ TCP, against gathering on the leader and broadcasting from there over gloo. Poin
 how many machines share the work, and here all ranks share one.
 
 Then host memory (weights_memory.py). Of a publisher, beside the model's tensors, while it publishes keyframe, three deltas and keyframe: the limit is one
-snapshot and two buckets of 64 MiB, in which a trainer gathers. Blocks that are freed go back to the system at once; what glibc's malloc keeps of them by default
-stands beside it. Of four ranks of a node (two with --quick) that follow these versions together, and what they read from the shared file system: with one pull
+snapshot and two buckets of 64 MiB, in which a trainer gathers. Of four ranks of a node (two with --quick) that follow these versions together, and what they read from the shared file system: with one pull
 for the node, against one for each rank (baseline). The limits are the bytes of all files, and of one keyframe.
 """
 
@@ -281,15 +280,14 @@ def host_memory(folder: Path, ranks: int, elements: int) -> list[dict]:
         f"run.root={folder}", "run.name=memory", f"weights.keyframe_every={VERSIONS - 1}", f"cluster.site={project / 'configs/sites/dev.toml'}")))
     run.new_epoch("rollout")
     program = [sys.executable, str(Path(__file__).with_name("weights_memory.py"))]
-    publisher, given_back = [*program, "publisher", str(run.path), str(elements), str(BUCKET_BYTES)], {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    found, kept = (json.loads(subprocess.run(publisher, env={**os.environ, **env}, check=True, capture_output=True, text=True).stdout)
-                   for env in (given_back, {}))
+    publisher = [*program, "publisher", str(run.path), str(elements), str(BUCKET_BYTES)]
+    found = json.loads(subprocess.run(publisher, check=True, capture_output=True, text=True).stdout)
     limit, store = found["snapshot"] + 2 * BUCKET_BYTES, WeightStore(run)
     sizes = [store.manifest(v).file_size for v in store.versions()]
     shared, own = follow(program, run, [folder / "all"] * ranks), follow(program, run, [folder / f"own-{i}" for i in range(ranks)])
     return [
         figure("publisher's peak memory, of a snapshot and 2 buckets", "x", found["extra"] / limit, None, 1.0, most=1.0, peak_mb=found["extra"] / 1e6,
-               as_glibc_keeps_mb=kept["extra"] / 1e6, snapshot_mb=found["snapshot"] / 1e6, bucket_mb=BUCKET_BYTES / 1e6),
+               snapshot_mb=found["snapshot"] / 1e6, bucket_mb=BUCKET_BYTES / 1e6),
         figure(f"{ranks} ranks of a node: read from the file system", "MB", shared["read"] / 1e6, own["read"] / 1e6, sum(sizes) / 1e6, most=ONE_PULL / ranks,
                of_ratio=True),
         figure(f"{ranks} ranks of a node: host copies", "MB", shared["held"] / 1e6, own["held"] / 1e6, max(sizes) / 1e6, most=ONE_PULL / ranks, of_ratio=True,
