@@ -98,6 +98,20 @@ def test_memory_that_is_not_the_base_is_refused_and_stays_what_it_was(tmp_path):
     assert same(parameters, before)
 
 
+def test_memory_that_changes_between_rehearsal_and_pause_is_noticed(tmp_path):
+    old = state(1)
+    new = {n: t.clone() for n, t in old.items()}
+    for t in new.values():
+        bits(t)[::7] ^= 1
+    parameters, path = fused(old), patch(tmp_path, new, old)
+    rehearsal = Rehearsal(str(path), parameters)
+    rehearsal.run()
+    assert rehearsal.said == READY
+    parameters[f"{L}mlp.experts.w2_weight"][1, 7, 5] += 1
+    with pytest.raises(StructureError, match="a block does not become what the trainer had"):
+        rehearsal._commit()
+
+
 @pytest.mark.parametrize(("change", "said"), [
     (lambda s: s.pop("model.norm.weight"), "says nothing of the engine's .*model.norm.weight"),
     (lambda s: s.update({"nope.weight": torch.zeros(2)}), "no parameter nope.weight"),
