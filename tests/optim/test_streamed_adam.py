@@ -335,19 +335,28 @@ def test_what_a_run_left_is_counted_as_the_blocks_that_it_takes(tmp_path):
 def test_a_kill_at_any_time_leaves_a_whole_generation_from_which_the_next_step_is_the_same(tmp_path, seed):
     params = parameters()
     optimizer = streamed(tmp_path, params)
+    begun, says = os.pipe()
     child = os.fork()
     if child == 0:
         try:
             for step in range(100_000):
                 set_gradients(params, step % 7)
+                os.write(says, bytes([step % 256]))
                 optimizer.step()
         finally:
             os._exit(1)
-    time.sleep(random.Random(seed).uniform(0.0, 0.06))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    os.close(says)
+    try:
+        for _ in range(1 + seed % 5):  # in the first step to the fifth, or a little later
+            os.read(begun, 1)
+        time.sleep(random.Random(seed).uniform(0.0, 0.03))
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        os.close(begun)
     left = BucketStore.open(tmp_path, optimizer.store.layout)
     done = left.manifest.generation
+    assert done >= seed % 5, "the steps before it were done"
     optimizer = streamed(tmp_path / "again", params)
     for step in range(done):  # the parent's own steps, to the generation that the killed child left
         set_gradients(params, step % 7)
