@@ -163,7 +163,7 @@ def draft_plan(config: MilesConfig, site: SiteConfig, hf_config: dict[str, Any] 
         )
     elif disk and site.node_disk_gb is None:
         notes.append(f"site.node_disk_gb is not set: the {disk:.0f} GB of the trainer's state on disk a node are not checked against it")
-    host_problems, host_notes = _host(config, plans, 0.0 if to_disk else max(paused))
+    host_problems, host_notes = _host(config, plans, 0.0 if to_disk else max(paused), engine_model_gb(config, shape))
     problems, notes = problems + host_problems, notes + host_notes
     if config.cluster.rollout.gpus_per_node:
         problems += engine_problems
@@ -311,22 +311,32 @@ def _engine_leaves(config: MilesConfig, engine: EnginePlan) -> Item:
                 "context of the engine's process" + (" and its weights" if weights else ""))
 
 
-def _host(config: MilesConfig, stages: tuple[StagePlan, ...], paused: float) -> tuple[list[str], list[str]]:
-    """(problems, notes) about what trainer ranks keep in host memory beside what they have on GPUs; `paused`: GB of a rank's state."""
-    trainer, held = config.cluster.trainer, {}
+def _host(config: MilesConfig, stages: tuple[StagePlan, ...], paused: float, version: float) -> tuple[list[str], list[str]]:
+    """(problems, notes) about what is kept in host memory beside what ranks have on GPUs; `paused`: GB of a trainer rank's state; `version`: GB of the weights that are
+    published. The trainer's leader holds the newest version; a rollout node one copy that its engines load (miles.weights.shared), and none where CPU engines patch their own memory."""
+    trainer, rollout, held = config.cluster.trainer, config.cluster.rollout, {}
+    weights = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
     if paused:
         held["trainer state while engines generate"] = paused
     if config.algorithm.kl_coefficient and (config.algorithm.reference or not config.trainer.lora):
-        held["reference weights"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
+        held["reference weights"] = weights
     if config.trainer.lora:
-        held["frozen weights under adapters"] = max(s.parameters for s in stages) * TRAINER_BYTES[config.model.trainer_precision] / GB
-    per_node = {name: gb * trainer.ranks_per_node for name, gb in held.items()}
-    notes = [f"host memory: each trainer node holds {gb:.0f} GB of {name}" for name, gb in per_node.items()]
-    total = sum(per_node.values())
-    if trainer.memory_gb is None or total <= trainer.memory_gb:
-        return [], notes
-    return [f"host memory: {' and '.join(f'{gb:.0f} GB of {name}' for name, gb in per_node.items())} on each trainer node, cluster.trainer.memory_gb = "
-            f"{trainer.memory_gb:g}; raise it, or use more trainer nodes"], notes
+        held["frozen weights under adapters"] = weights
+    of_trainer = {name: gb * trainer.ranks_per_node for name, gb in held.items()}
+    notes = [f"host memory: each trainer node holds {gb:.0f} GB of {name}" for name, gb in of_trainer.items()]
+    if not config.trainer.lora:  # whose versions are the adapters
+        of_trainer["the newest version of the weights (the leader's node)"] = version
+    copies = rollout.ranks_per_node if config.trainer.lora else 1  # each rank merges adapters for itself
+    of_rollout = {"the newest version of the weights": version * copies} if rollout.gpus_per_node else {}
+    if version >= 1:  # less is not worth a line
+        notes += [f"host memory: the trainer leader's node holds {version:.0f} GB of the newest version of the weights"] if not config.trainer.lora else []
+        notes += [f"host memory: each rollout node holds {gb:.0f} GB of {name}, for its engines to load" for name, gb in of_rollout.items()]
+    problems = []
+    for what, component, parts in (("trainer", trainer, of_trainer), ("rollout", rollout, of_rollout)):
+        if component.memory_gb is not None and sum(parts.values()) > component.memory_gb:
+            problems.append(f"host memory: {' and '.join(f'{gb:.0f} GB of {name}' for name, gb in parts.items())} on a {what} node, cluster.{what}.memory_gb = "
+                            f"{component.memory_gb:g}; raise it" + (", or use more trainer nodes" if what == "trainer" else ""))
+    return problems, notes
 
 
 def paused_gb(config: MilesConfig, models: list[ModelShape], stage: int, layers: range) -> float:

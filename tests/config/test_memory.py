@@ -224,6 +224,17 @@ def test_the_744b_job_fits_only_with_streamed_state():
         memory_plan(*glm("trainer.optimizer.state=resident"))
 
 
+def test_the_version_that_the_744b_job_publishes_is_counted_on_the_host_of_both_sides():
+    """fp8 with its scales: 757 GB once with the trainer's leader, and once on each rollout node for its engines to load."""
+    assert [n for n in memory_plan(*glm()).notes if "host memory" in n] == [
+        "host memory: the trainer leader's node holds 757 GB of the newest version of the weights",
+        "host memory: each rollout node holds 757 GB of the newest version of the weights, for its engines to load"]
+    for side, whose in (("trainer", r" \(the leader's node\)"), ("rollout", "")):
+        with pytest.raises(ConfigError, match=rf"host memory: 757 GB of the newest version of the weights{whose} on a {side} node, cluster.{side}.memory_gb = 700; raise it"):
+            memory_plan(*glm(f"cluster.{side}.memory_gb=700"))
+        memory_plan(*glm(f"cluster.{side}.memory_gb=760"))
+
+
 def test_the_744b_job_does_not_fit_80_gb_gpus_and_a_small_disk():
     config, _ = glm()
     with pytest.raises(ConfigError, match="the site's GPUs have 80 GB"):

@@ -91,7 +91,8 @@ def test_the_weights_of_a_reference_policy_are_counted_on_the_host_beside_what_e
     plain, held = (draft_plan(colocated(*kl, "cluster.trainer.memory_gb=3"), SiteConfig(), SMALL) for kl in ((), ("algorithm.kl_coefficient=0.1",)))
     assert not plain.problems and not any("reference" in note for note in plain.notes)
     assert f"host memory: each trainer node holds {2 * 4 * parameters / 1e9:.0f} GB of reference weights" in held.notes
-    assert len(held.problems) == 1 and "while engines generate and 1 GB of reference weights on each trainer node, cluster.trainer.memory_gb = 3" in held.problems[0]
+    assert len(held.problems) == 1 and (
+        "while engines generate and 1 GB of reference weights and 1 GB of the newest version of the weights (the leader's node) on a trainer node, cluster.trainer.memory_gb = 3") in held.problems[0]
     assert held.stages == plain.stages  # nothing on the GPU
 
 
@@ -108,7 +109,8 @@ def test_a_gpu_that_fits_either_phase_is_enough_and_a_smaller_one_is_refused():
 
 def test_host_memory_that_cannot_take_the_trainers_state_is_refused():
     plan = draft_plan(colocated("cluster.trainer.memory_gb=1"), SiteConfig(), SMALL)
-    assert any("trainer state while engines generate on each trainer node, cluster.trainer.memory_gb = 1; raise it" in p for p in plan.problems)
+    assert any("trainer state while engines generate and 1 GB of the newest version of the weights (the leader's node) on a trainer node, cluster.trainer.memory_gb = 1; raise it" in p
+               for p in plan.problems)
 
 
 def test_the_rehearsal_of_a_colocated_job_is_colocated():
