@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from miles.buffer.frontier import Frontier, check
+from miles.buffer.order import load_order, take_by
 from miles.buffer.retention import Retention
 from miles.buffer.state import GroupInfo, Status, choose
 from miles.buffer.versions import FIRST
@@ -44,6 +45,7 @@ class TrainerQueue:
         if frontier is not None:
             check(frontier, self.state)
         self._retention = Retention(run, self.state)
+        self._order = load_order(run.config.buffer.order)
 
     @property
     def state(self):
@@ -61,7 +63,8 @@ class TrainerQueue:
         """
         c = self._run.config.buffer
         retried = [kind for kind, then in (("stale", c.on_stale), ("filter", c.on_filtered)) if then == "retry"]
-        fresh, stale = choose(self.state, count, version, c.max_staleness, by_index=c.order == "index", retried=retried)
+        pick = None if self._order is None else lambda groups: take_by(self._order, c.order, self.state, version, groups, count, c.capacity_groups)
+        fresh, stale = choose(self.state, count, version, c.max_staleness, by_index=c.order == "index", retried=retried, pick=pick)
         self._drop_stale(stale, version, step)
         if len(fresh) < count:
             self._view.poll_own()

@@ -14,7 +14,7 @@ import enum
 import heapq
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -220,8 +220,8 @@ def _note_figures(g: GroupInfo, record: dict[str, Any]) -> None:
 
 
 def choose(state: BufferState, count: int, version: int, max_staleness: int, *, by_index: bool = False,
-           retried: Collection[str] = ()) -> tuple[list[GroupInfo], list[GroupInfo]]:
-    """(at most `count` ready groups to train at `version`, all ready groups that are too old for it). Pure.
+           retried: Collection[str] = (), pick: Callable[[list[GroupInfo]], list[GroupInfo]] | None = None) -> tuple[list[GroupInfo], list[GroupInfo]]:
+    """(at most `count` ready groups to train at `version`, all ready groups that are too old for it). Pure, if `pick` is, which decides in place of any order.
 
     First sealed first; or `by_index`, in the order of their prompts, whichever group was sealed first: then nothing is given out past a place whose group
     is still being made. `retried`: the drops (`stale`, `filter`) after which a prompt is sampled again, so that its place is still to be filled. The
@@ -235,4 +235,4 @@ def choose(state: BufferState, count: int, version: int, max_staleness: int, *, 
         awaited = [*state.awaited(retried), *(stale if "stale" in retried else ())]
         missing = min((g.index for g in awaited), default=math.inf)
         fresh = sorted((g for g in fresh if g.index < missing), key=lambda g: (g.index, g.group_id))
-    return fresh[:count], stale
+    return fresh[:count] if pick is None else pick(fresh), stale

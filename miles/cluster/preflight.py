@@ -120,7 +120,7 @@ def memory(config: MilesConfig, site: SiteConfig) -> str:
 
 def functions(config: MilesConfig, site: SiteConfig) -> str:
     """A misspelt one would be noticed by the first group that is sealed, or the first step."""
-    named = {"rollout.replay": config.rollout.replay, "buffer.filter": config.buffer.filter, "algorithm.name": config.algorithm.name,
+    named = {"rollout.replay": config.rollout.replay, "buffer.filter": config.buffer.filter, "buffer.order": config.buffer.order, "algorithm.name": config.algorithm.name,
              "tasks.reward": config.tasks.reward, "algorithm.advantage": config.algorithm.advantage}
     users = {option: name for option, name in named.items() if "." in name}
     for option, name in users.items():
