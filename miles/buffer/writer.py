@@ -61,13 +61,13 @@ class BufferWriter:
     def seal(self, group_id: int, samples: Sequence[int]) -> list[int]:
         """Seal the parts of `samples` into the group and announce it; or drop the group, where `buffer.filter` says so.
 
-        Parts that cannot be read are left out: returns their samples. Where that leaves a group of one, which has no baseline, the group is dropped (`damaged_parts`).
+        Parts that cannot be read are left out: returns their samples. Where that leaves fewer than `rollout.min_samples`, the group is dropped (`damaged_parts`).
         """
         parts = self._parts.of(group_id, samples)
         if lost := sorted(set(samples) - parts.keys()):
             print(f"g{group_id}: the parts of samples {lost} cannot be read and are left out", flush=True)
         items = [i for part in parts.values() for i in part.summaries]
-        if lost and len(parts) < 2:
+        if lost and len(parts) < self._run.config.rollout.min_samples:
             self._append({"kind": "drop", "group": group_id, "reason": "damaged_parts", **_figures(items)})
         elif reason := self._filter(items):
             self._append({"kind": "drop", "group": group_id, "reason": f"filter:{reason}", **_figures(items)})

@@ -61,6 +61,9 @@ def problems(c: MilesConfig) -> list[str]:
         _adapters(c, refuse)
     if c.rollout.top_p != 1.0:
         refuse(f"rollout.top_p = {c.rollout.top_p}: the engine would sample from a cut distribution that the trainer does not see", "1.0", "set rollout.top_p = 1.0")
+    if c.rollout.min_samples > c.rollout.group_size:
+        refuse(f"rollout.min_samples = {c.rollout.min_samples} is more than a group of {c.rollout.group_size} has", f"<= {c.rollout.group_size}",
+               "lower rollout.min_samples, or raise rollout.group_size")
     if c.rollout.in_flight < c.rollout.group_size:
         refuse(f"rollout.in_flight = {c.rollout.in_flight} is smaller than a group of {c.rollout.group_size}", f">= {c.rollout.group_size}",
                "raise rollout.in_flight")

@@ -75,6 +75,7 @@ class RolloutConfig(Section):
 
     in_flight: int = Field(ge=1, description="Trajectories running at once over all engines.")
     group_size: int = Field(8, ge=2, description="Samples of one prompt, compared with each other.")
+    min_samples: int = Field(2, ge=2, description="Samples with which a group is still trained when the others are lost for good (failed `retries` times more, or damaged on disk); with fewer it is dropped, by the cause of the first, and replaced. Advantages are taken over the samples that are there. `group_size` = none closes short.")
     refill: Literal["trajectory", "group"] = Field("trajectory", description="When a slot is refilled: as soon as one trajectory ends, or when a whole group has.")
     max_turns: int = Field(8, ge=1, description="Turns of one trajectory.")
     max_turn_tokens: int = Field(512, ge=1, description="Tokens sampled in one turn.")

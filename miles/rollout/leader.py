@@ -34,7 +34,7 @@ def rules_from_config(c: MilesConfig, tests_s: float) -> Rules:
     """`tests_s`: the longest limit of a task's tests, seconds."""
     return Rules(
         in_flight=c.rollout.in_flight, group_size=c.rollout.group_size, capacity_groups=c.buffer.capacity_groups,
-        total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, refill=c.rollout.refill,
+        total_groups=c.run.steps * c.trainer.groups_per_step, retries=c.rollout.retries, min_samples=c.rollout.min_samples, refill=c.rollout.refill,
         groups_per_version=c.trainer.groups_per_step if c.run.mode == "sync" else None, max_staleness=c.buffer.max_staleness,
         behind_s=c.weights.ack_timeout_s,
         retry_stale=c.buffer.on_stale == "retry", retry_filtered=c.buffer.on_filtered == "retry", ordered=c.buffer.order == "index", seed=c.run.seed,

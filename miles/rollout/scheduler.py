@@ -11,7 +11,7 @@ decision of the rollout side is here:
 - a synchronous batch is begun when the run's engines serve the newest version, or without those that have been behind for too long; pools are not waited for;
 - a new group is opened only when no sample of an open group waits, the buffer has room, and the run still needs groups;
 - after a restart nothing is given out before every rank has said which samples it holds the first turns of, or a bound is over;
-- a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than two samples are left;
+- a failed sample is tried again a bounded number of times; then its group closes short, or is dropped when fewer than `min_samples` are left;
 - a sample without an answer for too long has failed. Its rank, and one that says nothing at all, gets no new samples until it speaks again.
 """
 
@@ -87,6 +87,7 @@ class Rules:
     capacity_groups: int
     total_groups: int  # groups the whole run trains
     retries: int = 2
+    min_samples: int = 2  # of a group that is trained
     refill: str = "trajectory"
     groups_per_version: int | None = None  # synchronous mode: groups made with one version; None = asynchronous
     max_staleness: int = 4  # versions; asynchronous mode
@@ -294,7 +295,7 @@ class Scheduler:
         complete, self._complete = self._complete, []
         for group_id in complete:
             group = self._open.pop(group_id)
-            if len(group.done) >= 2:  # a group of one has no baseline
+            if len(group.done) >= self.rules.min_samples:
                 self._sealed.add(group_id)
                 yield Seal(group_id, tuple(sorted(group.done)))
             else:

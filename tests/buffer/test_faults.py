@@ -231,6 +231,18 @@ def test_a_part_that_vanished_before_the_seal_is_left_out_and_a_group_of_one_is_
     assert (state.groups[1].dropped, state.groups[1].tokens) == ("damaged_parts", 6)
 
 
+def test_with_min_samples_a_group_is_dropped_for_every_part_that_vanished(tmp_path):
+    run = RunDir.create(load_config("configs/tiny_async.toml", (f"run.root={tmp_path}", "rollout.min_samples=3")))
+    writer = BufferWriter(run, run.new_epoch("rollout"))
+    for group, samples in ((0, (0, 1, 2)), (1, (0, 1))):
+        writer.start(group, "t")
+        for s in (0, 1):
+            write_part(run, 1, [trajectory(group, s, reward=float(s))])
+        writer.seal(group, list(samples))
+    state = state_of(run)  # the second is whole: how many samples a group has is the scheduler's to decide
+    assert [state.groups[g].status for g in (0, 1)] == [Status.DROPPED, Status.READY] and state.groups[0].dropped == "damaged_parts"
+
+
 def test_of_a_sample_that_is_there_twice_the_last_is_used_once(run, writer):
     writer.start(0, "t")
     for s, reward in ((0, 0.0), (1, 0.25), (1, 0.5)):

@@ -26,6 +26,7 @@ SMALL = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "nu
     (COLOCATED, ("engine.speculative={}",), "the draft layers are not trained.*expected engine.release = 'kv_cache' or \\[trainer.mtp\\]; set one of them"),
     ("configs/tiny_async.toml", ("buffer.max_staleness=0",), "buffer.max_staleness = 0 in asynchronous mode drops everything.*expected >= 1; raise it"),
     ("configs/tiny_async.toml", ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
+    (COLOCATED, ("rollout.min_samples=9",), "rollout.min_samples = 9 is more than a group of 8 has; expected <= 8; lower rollout.min_samples"),
     (COLOCATED, ("rollout.in_flight=7",), "rollout.in_flight = 7 is smaller than a group of 8; expected >= 8; raise rollout.in_flight"),
     ("configs/tiny_async.toml", ("buffer.capacity_groups=3",), "buffer.capacity_groups = 3 never holds a step of 4 groups; expected >= 4; raise buffer.capacity"),
     (COLOCATED, ("algorithm.dual_clip=3",), "algorithm.dual_clip with proximal = 'current', under which every ratio is 1.*set algorithm.proximal = 'rollout', or remove dual_clip"),

@@ -1,6 +1,7 @@
 import random
 from collections import Counter
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -207,6 +208,16 @@ def test_a_group_with_fewer_than_two_samples_is_dropped_with_its_cause():
     sim.s.finished(0, 0)
     sim.s.finished(0, 1, cause="sandbox")
     assert Drop(0, "sandbox") in sim.step()
+
+
+@pytest.mark.parametrize(("least", "end"), [(2, Seal(0, (0, 1))), (3, Drop(0, "engine"))])
+def test_a_group_that_is_to_have_more_samples_is_dropped_instead_of_closing_short(least, end):
+    sim = Sim(rules(group_size=3, in_flight=3, retries=0, min_samples=least))
+    sim.step()
+    sim.s.finished(0, 0)
+    sim.s.finished(0, 1)
+    sim.s.finished(0, 2, cause="engine")
+    assert end in sim.step()
 
 
 def test_a_full_buffer_opens_no_group():
