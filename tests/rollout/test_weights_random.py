@@ -193,7 +193,7 @@ def test_an_engine_serves_a_published_version_to_the_bit_or_is_restarted_and_rec
         if late == "after the look":
             with pytest.raises(FileNotFoundError):
                 publish_dir(*names)
-        after = 0 if late in LATE[:2] else max(truth, default=0)  # the late one is found there
+        after = max(store.newest() or 0, 0 if late in LATE[:2] else max(truth, default=0))  # the late one is found there
         return Publisher(run, epoch, store, lambda: None, lambda s: "", after=after, checksum_of=how)
 
     async def main():

@@ -364,7 +364,7 @@ def test_a_step_whose_version_failed_is_not_logged_and_ends_the_trainer(leader, 
 def test_a_trainer_does_not_end_in_the_middle_of_removing_old_versions(leader, monkeypatch):
     """Its process leaves without waiting for threads."""
     trainer, rows = leader
-    trainer.publisher, trainer.state_dir = SimpleNamespace(settle=lambda: rows.append("removed")), None
+    trainer.publisher, trainer.state_dir, trainer.feed = SimpleNamespace(settle=lambda: rows.append("removed")), None, SimpleNamespace(close=lambda: None)
     trainer.log.close = lambda: rows.append("log closed")
     monkeypatch.setattr("miles.trainer.loop.dist.barrier", lambda: None)
     monkeypatch.setattr("miles.trainer.loop.close_distributed", lambda: rows.append("left"))
