@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from miles.buffer.state import BufferState
 
 PARTS_BYTES = 64 << 20  # of a segment: of 10 GB kept there are 160, and one that is not full for each writer
-SEALED_BYTES = 4 << 20  # about 1,500 groups of 8 samples
+SEALED_BYTES = 16 << 20  # about 6,000 groups of 8 samples: of 100,000 groups 17
 
 
 class Stored(msgspec.Struct, frozen=True):
