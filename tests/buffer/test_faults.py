@@ -439,12 +439,16 @@ def test_a_segment_of_sealed_groups_stays_for_each_group_in_it_also_for_one_that
     assert epochs_of(run) == (set(), set())
 
 
-def test_retention_goes_on_after_a_restart(one_each, run, writer):
+def train_two(run, writer):
     for g in range(2):
         put(run, writer, g)
     q = queue(run)
     q.take(2, 1, 1)
     q.trained([0, 1], 1, 1)
+
+
+def test_retention_goes_on_after_a_restart(one_each, run, writer):
+    train_two(run, writer)
     second = queue(run, step=1)
     second._run.config = run.config.model_copy(update={"buffer": run.config.buffer.model_copy(update={"keep_trained_gb": 1.5 * second.state.groups[0].bytes / 1e9})})
     assert second.retire(up_to_step=1) == 1
@@ -458,11 +462,7 @@ def test_retention_goes_on_after_a_restart(one_each, run, writer):
 
 
 def test_a_group_that_lost_one_of_its_segments_is_not_kept_for_the_others_after_a_restart(one_each, run, writer):
-    for g in range(2):
-        put(run, writer, g)
-    q = queue(run)
-    q.take(2, 1, 1)
-    q.trained([0, 1], 1, 1)
+    train_two(run, writer)
     (parts_dir(run.buffer_dir) / sealed_of(run, 0).places[1].segment).unlink()  # or a trainer was killed while it removed them
     again = queue(run, step=1)
     assert stored_groups(run.buffer_dir, again.state) == [1] and again.retire(up_to_step=1) == 0

@@ -181,14 +181,18 @@ def failing(monkeypatch, error, times, name=".seg"):
     monkeypatch.setattr(os, "open", open_)
 
 
+def with_one_group(run):
+    """(a leader's feed, the items of the one group that is ready)"""
+    sealer(run)(0)
+    f = leader_alone(run)
+    f._queue.poll()
+    return f, f._items_or_drop(f._queue.state.groups[0])
+
+
 @pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.ENOENT])
 def test_a_file_that_cannot_be_opened_for_a_moment_is_no_damage(run, monkeypatch, quick, error):
     """ENOENT too: it is believed when it is said twice."""
-    seal = sealer(run)
-    seal(0)
-    f = leader_alone(run)
-    f._queue.poll()
-    items = f._items_or_drop(f._queue.state.groups[0])
+    f, items = with_one_group(run)
     failing(monkeypatch, error, times=1 if error == errno.ENOENT else 3)
     sequences, bad = f._sequences(Plan(1, 1, items), items)
     assert len(sequences) == 1 and not bad and len(quick) == (1 if error == errno.ENOENT else 3)
@@ -207,11 +211,7 @@ def test_a_file_system_that_gives_no_answer_ends_the_step_and_no_group_is_droppe
 
 
 def test_what_is_gone_is_believed_at_the_second_look_and_said_with_its_file(run, monkeypatch, quick, capfd):
-    seal = sealer(run)
-    seal(0)
-    f = leader_alone(run)
-    f._queue.poll()
-    items = f._items_or_drop(f._queue.state.groups[0])
+    f, items = with_one_group(run)
     segment = next(parts_dir(run.buffer_dir).glob("*.seg"))
     segment.unlink()
     assert f._sequences(Plan(1, 1, items), items) == ([], {0}) and quick == [patience.PAUSES_S[0]]
