@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from miles.core import Role
+from miles.core import LOST_PEER, Role
 
 EX_TEMPFAIL = os.EX_TEMPFAIL
 """Exit code of a trainer that saved a checkpoint because it was asked to stop (sysexits.h: 75)."""
@@ -242,13 +242,13 @@ class RankReport:
 def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code: int) -> Cause:
     """The one cause of a step's end. srun and mpiexec report the code of whichever rank they killed last, so the ranks' records go first.
 
-    Order: a code that forbids a restart; the earliest failure; a clean 75 or 0 of every rank; the launcher's own code.
+    Order: a code that forbids a restart; the earliest failure, one that lost its peer last, as it may notice before the peer's end is recorded; a clean 75 or 0 of every rank; the launcher's own code.
     """
     done = sorted((r for r in reports if r.code is not None), key=lambda r: r.ended)
     for r in done:
         if r.code in NOT_RESTARTED:
             return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} ended with exit code {r.code}", r.rank)
-    for r in done:
+    for r in sorted(done, key=lambda r: r.code == LOST_PEER):
         if r.code not in (0, EX_TEMPFAIL):
             return Cause(role, r.code, f"{role} rank {r.rank} on {r.host} {_died(r)}", r.rank)
     if len(done) == ranks:

@@ -4,7 +4,11 @@ The exit codes are part of the command-line contract: 2 for a configuration that
 (machine, cluster, disk, port, engine) that does not deliver, 1 for everything else.
 """
 
+import os
 from typing import Any
+
+LOST_PEER = os.EX_PROTOCOL
+"""Exit code of a rank whose collective failed because another rank was gone (sysexits.h: 76). It is never the cause of a step's end while another rank's end is known."""
 
 
 class MilesError(Exception):

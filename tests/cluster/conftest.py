@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+pytest.register_assert_rewrite("tests.cluster.crash_checks")  # so that what they found is shown
+
 from miles.cluster.slurm import scrubbed
 from miles.config import load_config
 from miles.rundir import RunDir
