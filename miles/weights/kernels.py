@@ -229,6 +229,29 @@ def _gaps(positions, escape, out):
 
 
 @compiled
+def _find_split(new, old, advance, positions, differences, signs, symbols, symbols_16):
+    """`find` in one call: how many changes, how many gap symbols, whether magnitudes are needed, and the digest of `new`."""
+    count, halves = _find(new, old, advance, positions, differences)
+    if not count:
+        return count, _0, False, halves
+    highest = _split(differences[:count], np.uint64(8 * new.itemsize - 1), signs[:(count + _7) >> _3])
+    if count * np.uint64(512) >= np.uint64(len(new)):
+        size = _gaps(positions[:count], np.uint64(255), symbols)
+    else:
+        size = _gaps(positions[:count], np.uint64(65535), symbols_16)
+    return count, size, highest != 0, halves
+
+
+@compiled
+def _span(symbols, escape):
+    count, end = _0, _0
+    for i in range(len(symbols)):
+        count += np.uint64(symbols[i] != escape)
+        end += np.uint64(symbols[i])
+    return count, end + count
+
+
+@compiled
 def _scatter(block, symbols, escape, signs, magnitudes, flip, aside):
     """Make the changes, piece by piece, and return the digest of the result. aside: None, or where they are made in a copy of each piece, behind the last 64
     bytes of the piece before, which the end of the digest may need. (Numba compiles both cases apart.)"""
@@ -292,15 +315,16 @@ def find(new: np.ndarray, old: np.ndarray, scratch: Scratch, *, advance: bool = 
         if advance:
             old[:] = new
         return changes, xxhash.xxh3_128_digest(new)
-    differences = scratch.differences.view(new.dtype)
-    count, halves = _find(new, old, advance, scratch.positions, differences)
-    symbols = scratch.symbols if count * 512 >= len(new) else scratch.symbols.view(np.uint16)
-    signs, differences = scratch.signs[:(count + 7) // 8], differences[:count]
-    if not count:
-        return Changes(symbols[:0], signs, None), _bytes(halves)
-    highest = _split(differences, np.uint64(8 * new.itemsize - 1), signs)
-    size = _gaps(scratch.positions[:count], np.uint64(ESCAPE[symbols.dtype]), symbols)
-    return Changes(symbols[:size], signs, differences if highest else None), _bytes(halves)
+    differences, symbols_16 = scratch.differences.view(new.dtype), scratch.symbols.view(np.uint16)
+    count, size, more, halves = _find_split(new, old, advance, scratch.positions, differences, scratch.signs, scratch.symbols, symbols_16)
+    symbols = scratch.symbols if count * 512 >= len(new) else symbols_16
+    return Changes(symbols[:size], scratch.signs[:(count + 7) // 8], differences[:count] if more else None), _bytes(halves)
+
+
+def span(symbols: np.ndarray) -> tuple[int, int]:
+    """How many changes the symbols are of, and how many elements of a block they reach over; symbols that end with an escape are of no changes."""
+    escape = ESCAPE[symbols.dtype]
+    return _span(symbols, escape) if len(symbols) and symbols[-1] != escape else (0, 0)
 
 
 def scatter(block: np.ndarray, changes: Changes, *, undo: bool = False, aside: bool = False) -> bytes:

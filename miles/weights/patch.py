@@ -43,12 +43,15 @@ import zstandard
 
 from miles.core import StructureError
 from miles.weights.digest import BLOCK_BYTES, blocks, digest, join, thread_count, threads
-from miles.weights.kernels import ESCAPE, Changes, Scratch, find, scatter
+from miles.weights.kernels import Changes, Scratch, find, scatter, span
 
 State = dict[str, torch.Tensor]
 """Hugging Face name -> CPU tensor."""
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """The same one after the other, as a trainer gathers them."""
+
+BATCH_BYTES = 2 * BLOCK_BYTES
+"""Of tensors, that a thread is given at a time: a task for each block of a small tensor takes longer to hand over, between threads that share Python's lock, than to do."""
 
 _MAGIC = b"MILESPT1"
 _FOOTER = 8 + 16 + len(_MAGIC)
@@ -150,7 +153,7 @@ def encode_patch(new: Tensors, old: State, base_digests: dict[str, str] | None =
             held = (blocks(base) if base is not None else []) or [None] * len(parts)
             yield from ((head if i == 0 else None, *pair, advance) for i, pair in enumerate(zip(parts, held, strict=True)))
 
-    yield from _in_order(_encode, jobs())
+    yield from _in_order(_encode, jobs(), lambda head, block, *_: 0 if block is None else block.nbytes)
     if advance:
         for gone in old.keys() - named:
             del old[gone]
@@ -195,8 +198,7 @@ def _encode_changes(new: np.ndarray, old: np.ndarray, advance: bool) -> tuple[_B
         planes = _planes(new)
         if sum(map(len, planes)) < sum(map(len, streams)):
             return _dense(new, planes, result)
-    changes = len(symbols) - int(np.count_nonzero(symbols == ESCAPE[symbols.dtype]))
-    return _Block("sparse", result, _digest(streams), changes, len(symbols), symbols.itemsize, [len(s) for s in streams]), streams
+    return _Block("sparse", result, _digest(streams), span(symbols)[0], len(symbols), symbols.itemsize, [len(s) for s in streams]), streams
 
 
 def _dense(new: np.ndarray, streams: list[bytes], result: bytes) -> tuple[_Block, list[bytes]]:
@@ -222,19 +224,31 @@ def _digest(streams: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(streams))
 
 
-def _in_order(function: Callable, jobs: Iterable[tuple]) -> Iterator[Any]:
-    """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held."""
+def _in_order(function: Callable, jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[Any]:
+    """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held. size: bytes of a job, which is done in a batch."""
     flight: deque[Future] = deque()
-    most = 2 * thread_count()  # asked once: it is a call to the system
+    most = thread_count() + 2  # asked once: it is a call to the system
     try:
-        for job in jobs:
-            flight.append(threads().submit(function, *job))
+        for batch in _batches(jobs, size):
+            flight.append(threads().submit(lambda mine: [function(*job) for job in mine], batch))
             if len(flight) > most:
-                yield flight.popleft().result()
+                yield from flight.popleft().result()
         while flight:
-            yield flight.popleft().result()
+            yield from flight.popleft().result()
     finally:
         wait(flight)
+
+
+def _batches(jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[list[tuple]]:
+    batch, held = [], 0
+    for job in jobs:
+        batch.append(job)
+        held += size(*job)
+        if held >= BATCH_BYTES:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------
@@ -312,7 +326,7 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                deque(_in_order(self._run, [(f.fileno(), s) for s in steps]), maxlen=0)
+                deque(_in_order(self._run, [(f.fileno(), s) for s in steps], lambda _, step: step.view.nbytes), maxlen=0)
         except BaseException as e:
             self.undo()
             if isinstance(e, (OSError, zstandard.ZstdError)):
@@ -337,10 +351,10 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                changes = [c for c in _in_order(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
+                changes = [c for c in _in_order(self._rehearse, [(f.fileno(), s) for s in steps], lambda _, step: step.view.nbytes) if c is not None]
         except (OSError, zstandard.ZstdError) as e:
             raise self._damaged(str(e)) from e
-        return lambda: deque(_in_order(self._make, changes), maxlen=0)
+        return lambda: deque(_in_order(self._make, changes, lambda step, _: step.view.nbytes), maxlen=0)
 
     def _rehearse(self, fd: int, step: _Step) -> tuple[_Step, Changes] | None:
         """What `_make` is to do to a block, if anything."""
@@ -427,8 +441,8 @@ class Patch:
             at += stored
         symbols = _from_planes(planes[:block.symbol_bytes], np.dtype(f"u{block.symbol_bytes}"))
         signs, *magnitudes = planes[block.symbol_bytes:]
-        is_escape = symbols == ESCAPE[symbols.dtype]
-        if block.symbols - np.count_nonzero(is_escape) != block.changes or is_escape[-1] or int(symbols.sum(dtype=np.int64)) + block.changes > length:
+        changes, end = span(symbols)
+        if changes != block.changes or end > length:
             raise self._damaged(f"positions outside a block of {length} elements")
         return Changes(symbols, signs, _from_planes(magnitudes, step.view.dtype) if magnitudes else None)
 
