@@ -38,6 +38,7 @@ BEAT_S = 1.0
 PATIENCE_S = 30.0
 """A holder that has not shown it for so long is left behind."""
 POLL_S = 0.02
+FIRST_POLL_S = 0.001  # a patch is read in a few milliseconds
 
 EXCLUSIVE, SHARED = fcntl.LOCK_EX, fcntl.LOCK_SH
 """Who changes what lies in memory; who reads it, or has an engine read it."""
@@ -183,8 +184,8 @@ class Shared:
         self._heart: threading.Thread | None = None
 
     def attempts(self) -> Iterator[None]:
-        """Yields at once and then every few milliseconds, to try `take` and whatever else there is to look at. Raises EnvironmentFault once this is given up."""
-        sign, waited, looked = None, 0.0, time.monotonic()
+        """Yields at once and then every few milliseconds, the sooner the shorter it has waited, to try `take` and whatever else there is to look at. Raises EnvironmentFault once this is given up."""
+        sign, waited, looked, pause = None, 0.0, time.monotonic(), FIRST_POLL_S
         while not self._over.is_set():
             yield
             newest, now = self._newest(), time.monotonic()
@@ -196,7 +197,8 @@ class Shared:
             elif waited > PATIENCE_S:
                 print(f"{self._path(newest)}: whoever holds it has not run for {PATIENCE_S:g} s; going on without it, from a keyframe", flush=True)
                 self._path(newest + 1).touch(mode=0o600)
-            time.sleep(POLL_S)
+            time.sleep(pause)
+            pause = min(POLL_S, 2 * pause)
         raise EnvironmentFault(f"waiting for {self._folder} was given up", "a rank that goes on", "nothing: it ends, or its engine is started again")
 
     def _newest(self) -> int:

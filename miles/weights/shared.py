@@ -15,6 +15,9 @@ from miles.weights.node import EXCLUSIVE, SHARED, Memory, Place, Shared
 from miles.weights.patch import Patch, State
 from miles.weights.store import Manifest, WeightStore, keyframe_tensors
 
+RECORDED = 64
+"""Patches that the record of a node names, the newest ones. Whether all of them are still held is not asked: that of one which nobody holds takes a look at every process."""
+
 
 class NodeCopy:
     """A rank's hold on the node's host copy.
@@ -156,15 +159,9 @@ class NodePatches:
             memory = next((m for p in places if p.mark == manifest.mark and (m := Memory.at(p)) is not None), None)
             if memory is None:
                 memory = self._pull(manifest)
-                self._shared.write([*filter(self._lives, places), memory.place(manifest.version, manifest.mark)])
+                self._shared.write([*places[1 - RECORDED:], memory.place(manifest.version, manifest.mark)])
             self._held[manifest.version] = memory
         return self._held[manifest.version]
-
-    @staticmethod
-    def _lives(place: Place) -> bool:
-        if (memory := Memory.at(place)) is not None:
-            memory.close()
-        return memory is not None
 
     def _pull(self, manifest: Manifest) -> Memory:
         self.pulled = True

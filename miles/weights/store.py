@@ -11,6 +11,7 @@ backwards.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -82,6 +83,7 @@ class WeightStore:
 
     def __init__(self, run: RunDir):
         self._run, self._dir = run, run.weights_dir
+        self._decoded: tuple[tuple[int, ...], Manifest] | None = None  # what file was decoded last
         self._kinds: dict[int, str] = {}  # of versions that were looked at for it: its file, or `_NO_FILE`
 
     # -- reading -------------------------------------------------------------------------------------------------------------
@@ -97,6 +99,9 @@ class WeightStore:
         published."""
         path = self._path(version) / "MANIFEST.json"
         try:
+            file = version, *_file(path)
+            if self._decoded is not None and self._decoded[0] == file:  # that of a large model takes half a second, and is asked for again and again
+                return self._decoded[1]
             m = _decode(path.read_bytes())
         except FileNotFoundError:
             raise
@@ -108,6 +113,7 @@ class WeightStore:
             raise _damaged_manifest(path, str(e)) from e
         if m.version != version or m.mark != _mark(m):
             raise _damaged_manifest(path, f"it says v{m.version} and carries the mark of other content")
+        self._decoded = file, m
         return m
 
     def chain(self, target: int, have: int | None) -> list[Manifest] | None:
@@ -194,6 +200,8 @@ class WeightStore:
                 shutil.rmtree(tmp, ignore_errors=True)
                 raise
         publish_dir(tmp, final)
+        with contextlib.suppress(OSError):  # whoever needs it reads it
+            self._decoded = (version, *_file(final / "MANIFEST.json")), m
         return m
 
     def retire(self, keep_keyframes: int, serving: Iterable[int] = ()) -> list[int]:
@@ -218,6 +226,12 @@ class WeightStore:
 
     def _path(self, version: int) -> Path:
         return self._dir / f"v{version:06d}"
+
+
+def _file(path: Path) -> tuple[int, int, int]:
+    """What is another when the file is."""
+    info = path.stat()
+    return info.st_ino, info.st_size, info.st_mtime_ns
 
 
 def _decode(data: bytes) -> Manifest:

@@ -15,7 +15,7 @@ import torch
 from miles.config import load_config
 from miles.core import EnvironmentFault, StructureError
 from miles.rundir import RunDir
-from miles.weights import node
+from miles.weights import node, shared
 from miles.weights.digest import bits
 from miles.weights.node import EXCLUSIVE, SHARED, Memory, NodeFolder, Place
 from miles.weights.shared import NodeCopy, NodePatches
@@ -296,6 +296,23 @@ def test_a_damaged_patch_file_is_handed_to_nobody(trainer, run, shm):
     path.write_bytes(good)
     (memory,) = other.fetch([trainer.store.manifest(2)])
     assert other.pulled and os.pread(memory.fd, 1 << 30, 0) == good
+    one.forget(), other.forget(), folder.close()
+
+
+def test_a_node_remembers_the_newest_patches_alone(trainer, run, shm, monkeypatch):
+    monkeypatch.setattr(shared, "RECORDED", 3)
+    for _ in range(6):
+        trainer.publish()
+    folder, manifests = NodeFolder(shm, run), [trainer.store.manifest(v) for v in range(2, 7)]
+    one, other = (NodePatches(trainer.store, folder.shared("patches")) for _ in range(2))
+    one.fetch(manifests)
+    held = folder.shared("patches")
+    assert held.take(EXCLUSIVE) and [p.version for p in held.read()] == [4, 5, 6]
+    held.release()
+    other.fetch(manifests[2:])
+    assert not other.pulled
+    other.fetch(manifests)
+    assert other.pulled
     one.forget(), other.forget(), folder.close()
 
 

@@ -132,7 +132,7 @@ def test_a_keyframe_is_an_ordinary_safetensors_file(run, store):
 
 
 @pytest.mark.parametrize(("code", "error"), [(errno.ESTALE, FileNotFoundError), (errno.ENOENT, FileNotFoundError), (errno.EIO, StructureError)])
-def test_a_manifest_that_a_network_file_system_lost_is_gone_and_one_it_cannot_read_is_damaged(store, monkeypatch, code, error):
+def test_a_manifest_that_a_network_file_system_lost_is_gone_and_one_it_cannot_read_is_damaged(run, store, monkeypatch, code, error):
     store.publish(1, 0, state(1), 1)
 
     def lost(path):
@@ -140,7 +140,21 @@ def test_a_manifest_that_a_network_file_system_lost_is_gone_and_one_it_cannot_re
 
     monkeypatch.setattr(Path, "read_bytes", lost)
     with pytest.raises(error):
-        store.manifest(1)
+        WeightStore(run).manifest(1)
+
+
+def test_a_manifest_is_decoded_once_and_again_when_it_is_another_file(run, store):
+    published = store.publish(1, 0, state(1), 1)
+    assert store.manifest(1) is published  # whoever has written it need not read it
+    reader, path = WeightStore(run), run.weights_dir / "v000001" / "MANIFEST.json"
+    first = reader.manifest(1)
+    assert first == published and reader.manifest(1) is first
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(StructureError):
+        reader.manifest(1)
+    path.unlink()
+    with pytest.raises(FileNotFoundError):
+        reader.manifest(1)
 
 
 def test_a_flipped_bit_is_refused_and_the_next_keyframe_repairs(run, store):
@@ -233,11 +247,11 @@ def test_a_damaged_manifest_is_refused_or_says_the_same(run, store):
         flipped[i // 8] ^= 1 << i % 8
         path.write_bytes(flipped)
         try:
-            assert store.manifest(1) == published  # the last digit of the time may round away
+            assert WeightStore(run).manifest(1) == published  # the last digit of the time may round away
         except StructureError as e:
             assert e.cause == "manifest"
     path.write_bytes(data)
-    assert store.manifest(1) == published
+    assert WeightStore(run).manifest(1) == published
 
 
 @pytest.mark.parametrize("seed", range(3))
