@@ -20,7 +20,7 @@ import numpy as np
 
 from miles.core import Drafts, EnvironmentFault, MilesError, StructureError, Turn
 from miles.engine.command import ModelShape
-from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room
+from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, handover_folder, no_room, told
 from miles.engine.params import Parameter, read_parameters
 from miles.engine.wire import Sampling, parse_reply, request_body, without_routes
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 PauseMode = Literal["in_place", "retract"]
 CONTROL_TIMEOUT_S = 600.0
-REHEARSAL_POLL_S = 0.01
+REHEARSAL_ASK_S, REHEARSAL_LOOK_S = 0.5, 0.002  # the engine; for what it says unasked
 CONVERTED = ({"float64", "float32", "float16", "bfloat16"},
              {"int64", "int32"})  # a packed weight's shape, which folders have in either
 KEEP_ALIVE_S = 2.0
@@ -204,7 +204,9 @@ class EngineClient:
         """Have the engine verify what a patch file would make of its memory while it generates, so that `apply_patch` only has to do it. Raises
         EnvironmentFault when that is not what the trainer has."""
         while (said := (await self._post("/weights_checker", {"action": f"{REHEARSE}{path}"}))["ranks"][0]["checksums"]["rehearsal"]) == WORKING:
-            await asyncio.sleep(REHEARSAL_POLL_S)
+            again = time.monotonic() + REHEARSAL_ASK_S
+            while not told(path).exists() and time.monotonic() < again:
+                await asyncio.sleep(REHEARSAL_LOOK_S)
         if said != READY:
             raise EnvironmentFault(f"{self.url} refused a patch: {said}", "a patch to what it holds", "the engine is restarted from a keyframe")
 

@@ -10,6 +10,7 @@ were. SGLang's functions (0.5.23) for weights from a folder and for checksums ar
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ import numpy as np
 
 from miles.core import MilesError, StructureError
 from miles.engine.digest import draft_tensors, fusion_plan, layers_of
-from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING
+from miles.engine.handover import PATCH_FORMAT, READY, REHEARSE, WORKING, told
 from miles.weights.kernels import Changes, scatter
 from miles.weights.patch import Patch
 
@@ -91,6 +92,8 @@ class Rehearsal(threading.Thread):
 
     def run(self) -> None:
         said = READY
+        with contextlib.suppress(OSError):  # then it is asked
+            told(self.path).unlink(missing_ok=True)
         try:
             patch = Patch(Path(self.path))
             shapes, drafts = _served(patch, self._parameters)
@@ -98,6 +101,8 @@ class Rehearsal(threading.Thread):
         except Exception as e:  # whoever asks must hear of it, whatever it is
             said = str(e)
         self.said = said
+        with contextlib.suppress(OSError):
+            told(self.path).touch()
 
 
 def apply_patch(path: Path, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -30,7 +30,7 @@ from miles.core import EnvironmentFault, MilesError, StructureError
 from miles.core.at_work import at_work
 from miles.engine import EngineClient
 from miles.engine.digest import combined_checksum, expected_checksums
-from miles.engine.handover import HANDOVER, Handover
+from miles.engine.handover import HANDOVER, Handover, told
 from miles.log import RunLog
 from miles.rundir import RunDir
 from miles.weights.acks import Ack
@@ -240,6 +240,7 @@ class EngineWeights:
         finally:
             for m in patches:
                 self._handover.hide(_patch_name(m))
+                self._handover.hide(told(_patch_name(m)).name)
 
     async def _rehearse(self, path: Path, manifest: Manifest) -> None:
         try:

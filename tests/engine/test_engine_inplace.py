@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from miles.core import StructureError
-from miles.engine.handover import READY
+from miles.engine.handover import READY, told
 from miles.engine.inplace import Rehearsal, apply_patch, hugging_face_views
 from miles.weights.digest import bits
 from miles.weights.patch import Patch, encode_patch, write_patch
@@ -106,7 +106,7 @@ def test_memory_that_changes_between_rehearsal_and_pause_is_noticed(tmp_path):
     parameters, path = fused(old), patch(tmp_path, new, old)
     rehearsal = Rehearsal(str(path), parameters)
     rehearsal.run()
-    assert rehearsal.said == READY
+    assert rehearsal.said == READY and told(path).exists()
     parameters[f"{L}mlp.experts.w2_weight"][1, 7, 5] += 1
     with pytest.raises(StructureError, match="a block does not become what the trainer had"):
         rehearsal._commit()

@@ -10,11 +10,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from aiohttp import web
 from safetensors.torch import load_file
 
 from miles.config import load_config
 from miles.engine import EngineClient, ModelShape
-from miles.engine.handover import PATCH_FORMAT, REHEARSE
+from miles.engine.handover import PATCH_FORMAT, REHEARSE, WORKING, told
 from miles.log import RunLog
 from miles.rollout.weights import EnginePoisoned, EngineWeights
 from miles.rundir import RunDir
@@ -32,11 +33,11 @@ HOW = {"dtype": "float32", "tied": True}
 
 
 class Engine(StubEngine):
-    """Says what it was asked to do; `harm` does something to its weights behind each update."""
+    """Says what it was asked to do; `harm` does something to its weights behind each update; its next rehearsal takes `works_for_s`."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.calls, self.harm = [], lambda weights: None
+        self.calls, self.harm, self.works_for_s = [], lambda weights: None, 0.0
 
     async def _pause(self, request):
         self.calls.append("pause")
@@ -57,7 +58,12 @@ class Engine(StubEngine):
         return await super()._set_version(request)
 
     async def _checksums(self, request):
-        self.calls.append("rehearse" if (await request.json())["action"].startswith(REHEARSE) else "checksum")
+        action = (await request.json())["action"]
+        self.calls.append("rehearse" if action.startswith(REHEARSE) else "checksum")
+        if action.startswith(REHEARSE) and self.works_for_s:
+            asyncio.get_running_loop().call_later(self.works_for_s, told(action.removeprefix(REHEARSE)).touch)
+            self.works_for_s = 0.0
+            return web.json_response({"success": True, "message": "", "ranks": [{"checksums": {"rehearsal": WORKING}, "per_gpu_checksum": WORKING}]})
         return await super()._checksums(request)
 
 
@@ -254,6 +260,18 @@ def test_an_engine_whose_memory_is_not_what_was_sent_is_poisoned_and_stays_pause
         with pytest.raises(EnginePoisoned, match="engine's memory has checksum"):
             await s.weights.follow()
         assert (s.ack().version, s.ack().error) == (-1, "digest") and s.engine.calls[-1] == "checksum"
+
+    scene(scenario)
+
+
+def test_an_engine_that_rehearses_is_asked_again_only_when_it_has_said_that_it_has_ended(scene):
+    async def scenario(s):
+        s.publisher.publish(0, own(moved(s.source, 1)))
+        await s.weights.follow()
+        s.engine.works_for_s = 0.2
+        s.publisher.publish(1, own(moved(s.source, 2)))
+        assert await s.weights.follow() and s.engine.calls.count("rehearse") == 2
+        assert not list(s.weights._handover.folder.iterdir())
 
     scene(scenario)
 
