@@ -29,7 +29,7 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +52,8 @@ Tensors = Iterable[tuple[str, torch.Tensor]]
 
 BATCH_BYTES = 2 * BLOCK_BYTES
 """Of tensors, that a thread is given at a time: a task for each block of a small tensor takes longer to hand over, between threads that share Python's lock, than to do."""
+
+WAIT_S = 1.0
 
 _MAGIC = b"MILESPT1"
 _FOOTER = 8 + 16 + len(_MAGIC)
@@ -251,6 +253,23 @@ def _batches(jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[list[t
         yield batch
 
 
+def _each(function: Callable, jobs: Sequence[tuple]) -> list[Any]:
+    """Results of `function` over `jobs`, in any order. Threads take one job after the other, and nobody else is woken for each. Once one fails none is begun."""
+    rest = iter(jobs)  # of which each step is one under Python's lock
+
+    def work() -> list[Any]:
+        try:
+            return [function(*job) for job in rest]
+        except BaseException:
+            deque(rest, maxlen=0)
+            raise
+
+    flight = [threads().submit(work) for _ in range(min(thread_count(), len(jobs)))]
+    while wait(flight, WAIT_S).not_done:
+        pass  # in between the main thread shows that it lives (miles.comm.pulse)
+    return [result for future in flight for result in future.result()]
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Step:
@@ -326,7 +345,7 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                deque(_in_order(self._run, [(f.fileno(), s) for s in steps], lambda _, step: step.view.nbytes), maxlen=0)
+                _each(self._run, [(f.fileno(), s) for s in steps])
         except BaseException as e:
             self.undo()
             if isinstance(e, (OSError, zstandard.ZstdError)):
@@ -351,10 +370,10 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                changes = [c for c in _in_order(self._rehearse, [(f.fileno(), s) for s in steps], lambda _, step: step.view.nbytes) if c is not None]
+                changes = [c for c in _each(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
         except (OSError, zstandard.ZstdError) as e:
             raise self._damaged(str(e)) from e
-        return lambda: deque(_in_order(self._make, changes, lambda step, _: step.view.nbytes), maxlen=0)
+        return lambda: _each(self._make, changes)
 
     def _rehearse(self, fd: int, step: _Step) -> tuple[_Step, Changes] | None:
         """What `_make` is to do to a block, if anything."""
