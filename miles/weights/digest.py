@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-import os
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import torch
 import xxhash
+
+from miles.weights.parallel import threads
 
 BLOCK_BYTES = 1 << 22
 """Fixed: a digest depends on it."""
@@ -37,13 +35,3 @@ def join(block_digests: list[bytes]) -> str:
 def digest(tensor: torch.Tensor) -> str:
     """Digest of a tensor's bytes, hex."""
     return join(list(threads().map(xxhash.xxh3_128_digest, blocks(tensor))))
-
-
-@functools.cache
-def threads() -> ThreadPoolExecutor:
-    """The threads for block work of this process: one per core it may use. Tasks in it never wait for each other."""
-    return ThreadPoolExecutor(thread_count(), thread_name_prefix="weights")
-
-
-def thread_count() -> int:
-    return min(16, len(os.sched_getaffinity(0)))

@@ -18,12 +18,13 @@ import xxhash
 
 from miles.core import StructureError
 from miles.weights.adapters import by_weight, fits, merge
-from miles.weights.digest import blocks, digest, join, threads
+from miles.weights.digest import blocks, digest, join
 from miles.weights.file_layout import file_layout
 from miles.weights.mapping import Rule, hf_names, read_architecture
 from miles.weights.mapping.tables import parameters
 from miles.weights.mapping.transfer import FLOAT32, SafetensorsFolder
 from miles.weights.node import Memory
+from miles.weights.parallel import threads
 from miles.weights.patch import State
 from miles.weights.store import combined_digest
 

@@ -28,9 +28,7 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -42,18 +40,14 @@ import xxhash
 import zstandard
 
 from miles.core import StructureError
-from miles.weights.digest import BLOCK_BYTES, blocks, digest, join, thread_count, threads
+from miles.weights.digest import BLOCK_BYTES, blocks, digest, join
 from miles.weights.kernels import Changes, Scratch, find, scatter, span
+from miles.weights.parallel import each, in_order
 
 State = dict[str, torch.Tensor]
 """Hugging Face name -> CPU tensor."""
 Tensors = Iterable[tuple[str, torch.Tensor]]
 """The same one after the other, as a trainer gathers them."""
-
-BATCH_BYTES = 2 * BLOCK_BYTES
-"""Of tensors, that a thread is given at a time: a task for each block of a small tensor takes longer to hand over, between threads that share Python's lock, than to do."""
-
-WAIT_S = 1.0
 
 _MAGIC = b"MILESPT1"
 _FOOTER = 8 + 16 + len(_MAGIC)
@@ -155,7 +149,7 @@ def encode_patch(new: Tensors, old: State, base_digests: dict[str, str] | None =
             held = (blocks(base) if base is not None else []) or [None] * len(parts)
             yield from ((head if i == 0 else None, *pair, advance) for i, pair in enumerate(zip(parts, held, strict=True)))
 
-    yield from _in_order(_encode, jobs(), lambda head, block, *_: 0 if block is None else block.nbytes)
+    yield from in_order(_encode, jobs(), lambda head, block, *_: 0 if block is None else block.nbytes)
     if advance:
         for gone in old.keys() - named:
             del old[gone]
@@ -224,50 +218,6 @@ def _pack(plane: np.ndarray) -> bytes:
 
 def _digest(streams: Iterable[bytes]) -> bytes:
     return xxhash.xxh3_128_digest(b"".join(streams))
-
-
-def _in_order(function: Callable, jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[Any]:
-    """Results of `function` over `jobs`, in order, with few enough in flight that only some blocks are held. size: bytes of a job, which is done in a batch."""
-    flight: deque[Future] = deque()
-    most = thread_count() + 2  # asked once: it is a call to the system
-    try:
-        for batch in _batches(jobs, size):
-            flight.append(threads().submit(lambda mine: [function(*job) for job in mine], batch))
-            if len(flight) > most:
-                yield from flight.popleft().result()
-        while flight:
-            yield from flight.popleft().result()
-    finally:
-        wait(flight)
-
-
-def _batches(jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[list[tuple]]:
-    batch, held = [], 0
-    for job in jobs:
-        batch.append(job)
-        held += size(*job)
-        if held >= BATCH_BYTES:
-            yield batch
-            batch, held = [], 0
-    if batch:
-        yield batch
-
-
-def _each(function: Callable, jobs: Sequence[tuple]) -> list[Any]:
-    """Results of `function` over `jobs`, in any order. Threads take one job after the other, and nobody else is woken for each. Once one fails none is begun."""
-    rest = iter(jobs)  # of which each step is one under Python's lock
-
-    def work() -> list[Any]:
-        try:
-            return [function(*job) for job in rest]
-        except BaseException:
-            deque(rest, maxlen=0)
-            raise
-
-    flight = [threads().submit(work) for _ in range(min(thread_count(), len(jobs)))]
-    while wait(flight, WAIT_S).not_done:
-        pass  # in between the main thread shows that it lives (miles.comm.pulse)
-    return [result for future in flight for result in future.result()]
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------------
@@ -345,7 +295,7 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                _each(self._run, [(f.fileno(), s) for s in steps])
+                each(self._run, [(f.fileno(), s) for s in steps])
         except BaseException as e:
             self.undo()
             if isinstance(e, (OSError, zstandard.ZstdError)):
@@ -370,10 +320,10 @@ class Patch:
                 offset += sum(block.streams)
         try:
             with open(self.path, "rb") as f:
-                changes = [c for c in _each(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
+                changes = [c for c in each(self._rehearse, [(f.fileno(), s) for s in steps]) if c is not None]
         except (OSError, zstandard.ZstdError) as e:
             raise self._damaged(str(e)) from e
-        return lambda: _each(self._make, changes)
+        return lambda: each(self._make, changes)
 
     def _rehearse(self, fd: int, step: _Step) -> tuple[_Step, Changes] | None:
         """What `_make` is to do to a block, if anything."""

@@ -1,6 +1,4 @@
 import io
-import threading
-import time
 from pathlib import Path
 
 import numba
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from miles.core import StructureError
 from miles.core.compiled import compiled
-from miles.weights import kernels, patch
+from miles.weights import kernels
 from miles.weights.digest import BLOCK_BYTES, bits, blocks, digest
 from miles.weights.kernels import Changes
 from miles.weights.patch import Patch, encode_patch, write_patch
@@ -337,30 +335,6 @@ def test_writing_needs_no_seek():
     pipe = Pipe()
     written = write_patch(pipe, encode_patch([("a", torch.ones(9))], {}))
     assert len(pipe.data) == written.size
-
-
-def test_each_job_is_done_once_and_none_is_begun_after_one_that_failed(monkeypatch):
-    monkeypatch.setattr(patch, "thread_count", lambda: 2)
-    assert sorted(patch._each(lambda a, b: a + b, [(i, 100) for i in range(50)])) == list(range(100, 150))
-    assert patch._each(int, []) == []
-    begun, failed = [], threading.Event()
-
-    def job(number):
-        begun.append(number)
-        if number == 1:
-            failed.set()
-            raise ValueError(number)
-        failed.wait(10)
-        time.sleep(0.2)  # so that the failure is seen
-
-    with pytest.raises(ValueError, match="1"):
-        patch._each(job, [(i,) for i in range(100)])
-    assert sorted(begun) == [0, 1]
-
-
-def test_small_blocks_are_given_to_threads_together_and_large_ones_alone(monkeypatch):
-    monkeypatch.setattr(patch, "BATCH_BYTES", 10)
-    assert [[size for size, in batch] for batch in patch._batches(((s,) for s in (4, 4, 4, 12, 3, 0, 7, 5)), lambda size: size)] == [[4, 4, 4], [12], [3, 0, 7], [5]]
 
 
 def test_the_span_of_gap_symbols_is_that_of_what_they_mean():

@@ -13,10 +13,10 @@ import torch
 from miles.config import load_config
 from miles.core import EnvironmentFault
 from miles.rundir import RunDir
-from miles.weights import patch, publish
+from miles.weights import parallel, publish
 from miles.weights.acks import Ack, write_ack
-from miles.weights.digest import thread_count
 from miles.weights.p2p.filled import Filled
+from miles.weights.parallel import thread_count
 from miles.weights.publish import NOT_SERVED, Publisher
 from miles.weights.store import WeightStore
 
@@ -48,7 +48,7 @@ def test_disk_writes_a_keyframe_first_then_deltas_then_a_keyframe_again(tmp_path
 
 def test_beside_the_state_that_is_held_there_are_a_few_tensors_at_a_time(tmp_path, monkeypatch):
     """Keyframe, delta, delta: 40 tensors each, of which the publisher holds one set. Here each is a thread's task of its own."""
-    monkeypatch.setattr(patch, "BATCH_BYTES", 2000)
+    monkeypatch.setattr(parallel, "BATCH_BYTES", 2000)
     _, _, p = make(tmp_path, "disk")
     most = []
 

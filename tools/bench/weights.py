@@ -49,8 +49,9 @@ import zstandard
 
 from miles.config import load_config
 from miles.rundir import RunDir
-from miles.weights.digest import BLOCK_BYTES, blocks, digest, thread_count, threads
+from miles.weights.digest import BLOCK_BYTES, blocks, digest
 from miles.weights.mapping.transfer import BUCKET_BYTES
+from miles.weights.parallel import thread_count, threads
 from miles.weights.patch import Patch, encode_patch, write_patch
 from miles.weights.publish import Publisher
 from miles.weights.store import WeightStore

@@ -14,10 +14,11 @@ import torch.distributed as dist
 import xxhash
 
 from miles.core import StructureError
-from miles.weights.digest import bits, threads
+from miles.weights.digest import bits
 from miles.weights.mapping.architecture import Architecture
 from miles.weights.mapping.tables import hf_names, parameters
 from miles.weights.mapping.transfer import Placement
+from miles.weights.parallel import threads
 
 EVERY = 8
 """Versions from one comparison to the next: it reads all that a rank holds, and ranks that have drifted apart stay so."""
