@@ -262,4 +262,6 @@ def step_cause(role: Role, reports: list[RankReport], ranks: int, launcher_code:
 def _died(r: RankReport) -> str:
     if r.frozen:
         return f"gave no sign of life for cluster.frozen_s and was killed; its state was {r.frozen}: {FROZEN.get(r.frozen[0], IN_A_CALL)}"
+    if r.code == LOST_PEER:
+        return f"found another rank gone, which has left no record yet (exit code {r.code})"
     return f"was killed by signal {r.code - 128}" if r.code > 128 else f"ended with exit code {r.code}"

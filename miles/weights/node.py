@@ -4,7 +4,7 @@
         copy.0, patches.0           one file each (`Shared`): the lock, and as its content the record
 
 The bytes are in no file: `Memory` is anonymous, and others open it through /proc/PID/fd. It ends with the last rank that has it open, however that ended, so
-that a node whose ranks were all killed holds nothing but two records of a few hundred bytes; the next start on this node removes them. A record is believed as
+that a node whose ranks were all killed holds nothing but two records of some kilobytes; the next start on this node removes them. A record is believed as
 far as the memory that it names can be opened, under the name that it gives, and the mark of the manifest is that of the version asked for.
 
 The locks are those of one kernel on its own memory, which lets go of them with the process that held them. They say nothing about the shared file system, whose
