@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from miles.weights.handoff import Handoff
+from miles.weights.handoff import Handoff, _together
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,13 @@ def test_all_come_in_order_and_the_user_ends_with_what_it_makes_of_them(other):
     things = [Thing(i, i % 4) for i in range(200)]
     handoff.feed(iter(things))
     assert used.result(10) == things
+
+
+def test_small_ones_are_handed_over_together():
+    """100 bytes or more at a time; the last may be fewer."""
+    things = [Thing(i, size) for i, size in enumerate((40, 0, 60, 99, 1, 500, 0, 7))]
+    assert [(size, [t.size for t in some]) for size, some in _together(things, 100)] == [(100, [40, 0, 60]), (100, [99, 1]), (500, [500]), (7, [0, 7])]
+    assert [len(some) for _, some in _together(things, 0)] == [1] * 8
 
 
 def test_no_more_is_made_while_what_is_not_used_has_the_most_bytes_it_may(other):
