@@ -56,7 +56,8 @@ def _batches(jobs: Iterable[tuple], size: Callable[..., int]) -> Iterator[list[t
 
 
 def each(function: Callable, jobs: Sequence[tuple]) -> list[Any]:
-    """Results of `function` over `jobs`, in any order. Threads take one job after the other, and nobody else is woken for each. Once one fails none is begun."""
+    """Results of `function` over `jobs`, in any order. Threads take one job after the other, and nobody else is woken for each. Once one fails, or the caller is
+    interrupted, none is begun, and none is under way when this raises."""
     rest = iter(jobs)  # of which each step is one under Python's lock
 
     def work() -> list[Any]:
@@ -67,6 +68,10 @@ def each(function: Callable, jobs: Sequence[tuple]) -> list[Any]:
             raise
 
     flight = [threads().submit(work) for _ in range(min(thread_count(), len(jobs)))]
-    while wait(flight, WAIT_S).not_done:
-        pass  # in between the main thread shows that it lives (miles.comm.pulse)
+    try:
+        while wait(flight, WAIT_S).not_done:
+            pass  # in between the main thread shows that it lives (miles.comm.pulse)
+    finally:
+        deque(rest, maxlen=0)
+        wait(flight)
     return [result for future in flight for result in future.result()]

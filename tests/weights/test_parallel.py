@@ -1,3 +1,4 @@
+import signal
 import threading
 import time
 
@@ -36,3 +37,19 @@ def test_results_come_in_the_order_of_the_jobs_whoever_is_first():
         return number
 
     assert list(parallel.in_order(job, ((i,) for i in range(30)), lambda number: parallel.BATCH_BYTES // 2)) == list(range(30))
+
+
+def test_whoever_is_interrupted_while_jobs_are_done_leaves_none_under_way():
+    """By Ctrl-C, as the main thread of a tool is."""
+    begun, ended = [], []
+
+    def job(number):
+        begun.append(number)
+        if number == 0:
+            signal.raise_signal(signal.SIGINT)  # its handler runs in the main thread
+        time.sleep(0.3)
+        ended.append(number)
+
+    with pytest.raises(KeyboardInterrupt):
+        parallel.each(job, [(i,) for i in range(100)])
+    assert sorted(begun) == sorted(ended) and len(begun) < 100
