@@ -84,6 +84,8 @@ def processes(run: RunDir) -> dict[str, list[int]]:
             kind = "launcher"
         if kind:
             found[kind].append(pid)
+    # A child looks like its parent until it executes its own program: killed then, it would be no rank's death.
+    found = {kind: [pid for pid in pids if parents[pid] not in pids] for kind, pids in found.items()}
     found["engine"] = [pid for pid in engines if parents[pid] in found["rollout"]]
     return {kind: sorted(pids) for kind, pids in found.items()}
 
